@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.config.keys.derive import started_judges
+from recipes.config.keys.derive import is_adapted, started_judges
 from recipes.errors import Problem
 from recipes.files import read_object
 
 if TYPE_CHECKING:
-    from recipes.config.tree import Config, MegatronConfig, PolicyConfig, VllmConfig
+    from recipes.config.tree import Config, MegatronConfig, PeftConfig, PolicyConfig, VllmConfig
 
 _WHERE = "policy.megatron_cfg."
 _ENGINE = "policy.generation.vllm_cfg."
@@ -36,6 +37,7 @@ def fit_problems(sizes: Mapping[str, Any], vocab_size: int, megatron: MegatronCo
         _activation_problem(sizes, megatron),
         _stage_problem(sizes, megatron),
         _context_problem(sizes, megatron),
+        _adapter_problem(sizes, megatron),
     )
     return [problem for problem in checks if problem is not None]
 
@@ -203,10 +205,46 @@ def _context_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Prob
     return None
 
 
+def linear_modules(sizes: Mapping[str, Any]) -> dict[str, str]:
+    """Return what each kind of linear layer of a model is, by its name within a layer of the model."""
+    found = {"self_attention.linear_qkv": "attention", "self_attention.linear_proj": "attention"}
+    kinds = {
+        "mixer.in_proj mixer.out_proj": "mamba" if "mamba_num_heads" in sizes else "",
+        "mlp.linear_fc1 mlp.linear_fc2": "mlp" if "mamba_num_heads" in sizes or not _experts(sizes) else "",
+        "mlp.experts.linear_fc1 mlp.experts.linear_fc2": "experts" if _experts(sizes) else "",
+        "mlp.shared_experts.linear_fc1 mlp.shared_experts.linear_fc2": "shared"
+        if sizes.get("moe_shared_expert_intermediate_size")
+        else "",
+    }
+    return found | {name: kind for names, kind in kinds.items() if kind for name in names.split()}
+
+
+def _experts(sizes: Mapping[str, Any]) -> int:
+    return sizes.get("num_moe_experts") or 0
+
+
+def _adapter_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Problem | None:
+    """Require layers that get adapters, and experts whose adapters can be computed."""
+    peft, where = megatron.peft, f"{_WHERE}peft.exclude_modules"
+    if not peft.enabled:
+        return None
+    kinds = {kind for name, kind in linear_modules(sizes).items() if is_adapted(name, peft)}
+    got = json.dumps(list(peft.exclude_modules))
+    if not kinds:
+        expected = f"patterns that leave one of {', '.join(linear_modules(sizes))}"
+        fix = f"nothing would be trained; change it, or {_WHERE}peft.target_modules ({', '.join(peft.target_modules)})"
+        return Problem(where=where, got=got, expected=expected, fix=fix)
+    if "experts" in kinds and (megatron.moe_grouped_gemm or megatron.expert_tensor_parallel_size > 1):
+        why = "moe_grouped_gemm is true" if megatron.moe_grouped_gemm else "expert_tensor_parallel_size is above 1"
+        fix = f"routed experts get adapters only where each is a layer of one rank, and {why}; add it"
+        return Problem(where=where, got=got, expected="also mlp.experts.*", fix=fix)
+    return None
+
+
 FORM_FILE = "form.json"  # of the policy in a checkpoint: what an optimizer must have in common to read the saved one
 IN_PARTS, PER_PARAMETER = "dp_reshardable", "fully_reshardable"  # forms of a saved optimizer, by Megatron's names
 _KINDS = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-_GROUPED, _FREEZES = f"{_WHERE}moe_grouped_gemm", f"{_WHERE}freeze_trunk"
+_GROUPED, _FREEZES, _PEFT = f"{_WHERE}moe_grouped_gemm", f"{_WHERE}freeze_trunk", f"{_WHERE}peft"
 _OF_EVERY_FORM = (
     "policy.precision",
     f"{_WHERE}freeze_moe_router",
@@ -223,6 +261,7 @@ def optimizer_keys(cfg: PolicyConfig, *, has_experts: bool) -> dict[str, Any]:
         "policy.precision": cfg.precision,
         f"{_WHERE}freeze_moe_router": megatron.freeze_moe_router and has_experts,
         _FREEZES: megatron.freeze_trunk,
+        _PEFT: adapters(megatron.peft),
         f"{_WHERE}optimizer.optimizer": megatron.optimizer.optimizer,
         f"{_WHERE}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
         _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
@@ -233,11 +272,22 @@ def optimizer_keys(cfg: PolicyConfig, *, has_experts: bool) -> dict[str, Any]:
     }
 
 
+def adapters(peft: PeftConfig) -> dict[str, Any] | None:
+    """Return what decides which adapters there are and what they add; None where there are none."""
+    return {**asdict(peft), "target_modules": sorted(peft.target_modules)} if peft.enabled else None
+
+
 def form_problems(cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, *, has_experts: bool) -> list[Problem]:
     """Return why an optimizer has parts of other names or sizes than the one that was saved in `path`.
 
     Older versions of this recipe have not written all the values; what they have not is not compared.
     """
+    keys = {_GROUPED: False, _FREEZES: False, _PEFT: None} | saved.get("optimizer_keys", {})
+    if keys[_PEFT] != (now := adapters(cfg.megatron_cfg.peft)):
+        was = "was saved: it holds " + ("weights" if keys[_PEFT] is None else "adapters")
+        expected, fix = f"{_text(keys[_PEFT])}, as when {path} {was}", "resume with that value"
+        fix += ", or start a new run from the export of that step"
+        return [Problem(where=_PEFT, got=_text(now), expected=expected, fix=fix)]
     if saved["form"] is None:
         return []
     problems = []
@@ -256,7 +306,7 @@ def form_problems(cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, *, ha
     now = {f"{_WHERE}{key}": getattr(cfg.megatron_cfg, key) for key in sizes}
     now |= optimizer_keys(cfg, has_experts=has_experts)
     then = {f"{_WHERE}{key}": saved["layout"].get(key, 1) for key in sizes}
-    then |= {_GROUPED: False, _FREEZES: False} | saved.get("optimizer_keys", {})
+    then |= keys
     return problems + [
         Problem(
             where=key,

@@ -173,7 +173,7 @@ def load(trainer: Trainer, path: Path) -> None:
             if isinstance(own, OffloadedAdam):
                 own.make_moments()
     state = dist_checkpointing.load(_sharded_state(trainer, form, is_loading=True), str(path))
-    unwrap_model(trainer.model).load_state_dict(state["model"])
+    unwrap_model(trainer.model).load_state_dict(state["model"], strict=not trainer.cfg.megatron_cfg.peft.enabled)
     if trainer.heads is not None:
         own = {key.removeprefix(HEADS): value for key, value in state["heads"].items()}
         trainer.heads.load_state_dict(own)
@@ -271,7 +271,7 @@ def _sharded_state(trainer: Trainer, form: str | None, *, is_loading: bool) -> d
         "distrib_optim_fully_reshardable_mem_efficient": True,  # else every rank gets the whole group's optimizer
         "dp_cp_group": _replicas(),
     }
-    model = unwrap_model(trainer.model).sharded_state_dict(metadata=metadata)
+    model = _trained(trainer, unwrap_model(trainer.model).sharded_state_dict(metadata=metadata))
     heads = {} if trainer.heads is None else trainer.heads.sharded_state_dict(prefix=HEADS, metadata=metadata)
     state = {"model": model, "heads": heads}
     if form is None:
@@ -333,6 +333,17 @@ def _set_tensors(part: DistributedOptimizer, param: torch.Tensor, state: dict[st
 
 def _is_sharded(value: Any) -> bool:
     return isinstance(value, ShardedBase | LocalNonpersistentObject)
+
+
+def _is_frozen(stored: Any) -> bool:
+    return isinstance(value := getattr(stored, "data", None), torch.nn.Parameter) and not value.requires_grad
+
+
+def _trained(trainer: Trainer, state: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the weights that lie beside adapters: `policy.model_name` has them, and they stay as they are there."""
+    if not trainer.cfg.megatron_cfg.peft.enabled:
+        return state
+    return {name: one for name, one in state.items() if not _is_frozen(one)}
 
 
 def model_state(model: Any, heads: Any | None) -> dict[str, Any]:

@@ -31,7 +31,8 @@ from recipes.errors import CheckpointError, Problem
 from recipes.files import sync_tree
 from recipes.policy import hf, parallel
 from recipes.policy.checkpoint import HEADS, model_state
-from recipes.policy.families.mapping import TensorShape, WeightMapping, join
+from recipes.policy.families.mapping import TensorShape, WeightMapping, join, load
+from recipes.policy.lora import adapters_of, with_adapters, write_peft
 from recipes.policy.model import build_heads, build_model, transformer_config
 
 if TYPE_CHECKING:
@@ -64,6 +65,16 @@ class _Saved:
     stored: Any  # Megatron's description of it, by which it is read
     mapping: WeightMapping
 
+    @property
+    def is_frozen(self) -> bool:
+        """Whether it is a weight that lies beside adapters, which a checkpoint leaves out."""
+        return isinstance(self.mapping.param, torch.nn.Parameter) and not self.mapping.param.requires_grad
+
+    def full(self, config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
+        """Yield (name, tensor) of what it is made of; its memory has been filled."""
+        value = self.mapping.value().detach()
+        return zip(self.mapping.names, join(self.mapping.sharding, [value], config), strict=True)
+
     def pieces(self) -> list[Any]:
         """Return the tensors that the checkpoint has of it: one, or several that Megatron joins."""
         return list(nested_values(self.stored.build())) if hasattr(self.stored, "build") else [self.stored]
@@ -80,22 +91,30 @@ def export_checkpoint(path: Path, target: Path, cfg: PolicyConfig) -> None:
 
     Raises `CheckpointError` when the checkpoint is not of the model of `policy.model_name`.
     """
-    hf_config, family = hf.read_config(hf.model_directory(cfg.model_name))
+    directory = hf.model_directory(cfg.model_name)
+    hf_config, family = hf.read_config(directory)
     side_files = hf.side_files(cfg)
     cfg = replace(cfg, megatron_cfg=replace(cfg.megatron_cfg, **_ALONE))
     parallel.join_groups(HashStore(), rank=0, world_size=1, cfg=cfg.megatron_cfg, seed=0, timeout_s=60.0)
     try:
         config = transformer_config(family, hf_config, cfg)
         model = unwrap_model(build_model(family, hf_config, config, cfg))
-        own = family.weights(model)
+        own = with_adapters(family.weights(model), model)
         reader = _Reader(path)
         heads = build_heads(family, hf_config, config) if reader.has_heads() else None
         if heads is not None:
             own += family.head_weights(heads)
-        saved = _saved(own, model, heads)
-        _check_shapes(path, reader, saved)
+        added = [mapping for adapter in adapters_of(model) for mapping in adapter.mappings()]
+        saved, of_adapters = _saved(own, model, heads), _saved(added, model, None)
+        start = hf.WeightReader(directory) if of_adapters else None
+        _check_shapes(path, reader, [*of_adapters, *(part for part in saved if start is None or not part.is_frozen)])
+        for part in of_adapters:
+            reader.fill(part)
         shapes = [shape for part in saved for shape in part.shapes(config)]
-        hf.write_weights(shapes, _stream(reader, saved, config), target)
+        hf.write_weights(shapes, _stream(reader, start, saved, config), target)
+        if of_adapters:
+            peft = {name: tensor for part in of_adapters for name, tensor in part.full(config)}
+            write_peft(peft, cfg.megatron_cfg.peft, cfg.model_name, target)
         hf.write_side_files(side_files, target)
         sync_tree(target)
     finally:
@@ -181,10 +200,17 @@ class _Into(DefaultLoadPlanner):
         """Do nothing: the chunk has been copied."""
 
 
-def _stream(reader: _Reader, saved: Sequence[_Saved], config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) of one parameter after the other; its memory is given back behind it."""
+def _stream(
+    reader: _Reader, start: hf.WeightReader | None, saved: Sequence[_Saved], config: TransformerConfig
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) of one parameter after the other; its memory is given back behind it.
+
+    `start` reads the weights that lie beside adapters; None where the checkpoint has all.
+    """
     for part in saved:
-        reader.fill(part)
-        param = part.mapping.param
-        yield from zip(part.mapping.names, join(part.mapping.sharding, [param.detach()], config), strict=True)
-        param.data = param.data.new_empty(0)
+        if start is not None and part.is_frozen:
+            load([part.mapping], config, start)
+        else:
+            reader.fill(part)
+        yield from part.full(config)
+        part.mapping.param.data = part.mapping.param.data.new_empty(0)

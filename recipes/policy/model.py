@@ -26,6 +26,7 @@ from recipes.policy.layers.router import (
     use_uneven_gather,
 )
 from recipes.policy.layers.token_heads import TokenHeads
+from recipes.policy.lora import add_adapters
 from recipes.policy.parallel import device
 
 if TYPE_CHECKING:
@@ -46,6 +47,8 @@ def build_model(family: Family, hf: Any, config: TransformerConfig, cfg: PolicyC
         freeze_routers(model)
     if cfg.megatron_cfg.freeze_trunk:
         model.requires_grad_(False)
+    if cfg.megatron_cfg.peft.enabled:
+        add_adapters(model, family.weights(model), cfg.megatron_cfg.peft)
     if not config.bf16:
         return model
     rounded: torch.nn.Module = Float16Module(config, model)

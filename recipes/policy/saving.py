@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from recipes.files import FileSum, SummedFile, sync_files
 from recipes.policy import checkpoint, hf
 from recipes.policy.host_copies import HostCopies
+from recipes.policy.lora import write_peft
 from recipes.policy.step import Trainer
 
 _OF_ONE_RANK = ".distcp"  # of the files that hold the tensors of a checkpoint
@@ -100,7 +101,9 @@ def saved_bytes(trainer: Trainer, *, with_optimizer: bool) -> int:
     experts = parallel_state.get_expert_data_parallel_world_size()
     models = [trainer.model] if trainer.heads is None else [trainer.model, trainer.heads]
     total = 0
-    for param in {param for model in models for param in model.parameters()}:
+    has_adapters = trainer.cfg.megatron_cfg.peft.enabled  # then nothing else of the model is saved
+    params = {param for model in models for param in model.parameters() if param.requires_grad or not has_adapters}
+    for param in params:
         own = 12 if with_optimizer and param.requires_grad else 0
         total += (
             param.numel() * (param.element_size() + own) // (dense if getattr(param, "allreduce", True) else experts)
@@ -122,12 +125,15 @@ def export_copy(
     names = {name for tensors in own.values() for name, *_ in tensors}
     stream = hf.as_announced(trainer.export(), shapes)
     weights = {name: copies.copy(name, tensor) for name, tensor in stream if name in names}
+    adapters = {name: tensor.cpu() for name, tensor in trainer.export_adapters().items()}
 
     def write() -> dict[Path, FileSum]:
         sums = hf.write_copies(own, weights, path)
         if side_files:
             hf.write_index(files, path)
             hf.write_side_files(side_files, path)
+            if adapters:
+                write_peft(adapters, trainer.cfg.megatron_cfg.peft, trainer.cfg.model_name, path)
             sync_files(file for file in path.rglob("*") if file.is_file() and file.name not in files)
         return sums
 

@@ -41,6 +41,7 @@ from recipes.policy.layers.context import share_over_context
 from recipes.policy.layers.router import biases_now, routed_layers, take_changed_routes, take_expert_loads
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
+from recipes.policy.lora import begin_adapters, with_adapters
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
 from recipes.policy.offloading.state import state_on_host, with_state_on_host
@@ -55,8 +56,9 @@ class ReferenceWeights:
     """This rank's part of the start weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy the parameters and buffers that `model` has now."""
-        self._tensors = [*model.parameters(), *model.buffers()]  # a parameter that two modules share is there once
+        """Copy the trained parameters and the buffers that `model` has now."""
+        # A parameter that two modules share is there once. What is frozen beside adapters is the same at any time.
+        self._tensors = [*(param for param in model.parameters() if param.requires_grad), *model.buffers()]
         self._start = _copies_on_host(self._tensors)
 
     @contextmanager
@@ -103,6 +105,7 @@ class Trainer:
     loss: LossFunction
     model: DistributedDataParallel
     weights: FullWeights
+    adapters: FullWeights | None  # of linear layers; None where the weights themselves are trained
     heads: TokenHeads | None  # of multi-token prediction; None where the model has none, or on another stage
     head_training: HeadTraining | None  # None where they are carried as they are
     optimizer: Any
@@ -121,6 +124,11 @@ class Trainer:
         """
         finish_queued_work()
         return self.weights.export()
+
+    def export_adapters(self) -> dict[str, Tensor]:
+        """Return the adapters' full tensors by peft's names, empty where there are none; collective as `export`."""
+        finish_queued_work()
+        return {} if self.adapters is None else {name: one.clone() for name, one in self.adapters.export()}
 
     def pushed(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what `export` does as engines get it: experts in blocks."""
@@ -152,7 +160,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     config = transformer_config(family, hf_config, cfg)
     replays = cfg.router_replay.enabled and bool(config.num_moe_experts)
     wrapped = wrap_unloaded(build_model(family, hf_config, config, cfg), config, cfg.megatron_cfg)
-    own = family.weights(unwrap_model(wrapped))
+    own = with_adapters(family.weights(unwrap_model(wrapped)), unwrap_model(wrapped))
     heads = build_heads(family, hf_config, config)
     if heads is not None:
         of_heads = family.head_weights(heads)
@@ -163,6 +171,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
     weights = FullWeights(own, config)
     reader.check_all_used(weights.names() | family.unread_weights(hf_config))
     mapping.load(own, config, reader)
+    added = begin_adapters(unwrap_model(wrapped))
 
     head_training = train_heads(heads, unwrap_model(wrapped), config, cfg)
     optimizer, scheduler = build_optimizer(wrapped, cfg, heads=head_training and head_training.model)
@@ -175,6 +184,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
         loss=loss,
         model=wrapped,
         weights=weights,
+        adapters=FullWeights(added, config) if cfg.megatron_cfg.peft.enabled else None,
         heads=heads,
         head_training=head_training,
         optimizer=optimizer,

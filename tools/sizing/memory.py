@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.config.keys.derive import Derived, keeps_start
+from recipes.config.keys.derive import Derived, is_adapted, keeps_start
 from recipes.config.tree import Config, MegatronConfig
 from recipes.types import PUSH_BUCKET_BYTES
 from tools.job.compile_cache import seed_path
@@ -328,7 +328,7 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
     policy, megatron = config.policy, config.policy.megatron_cfg
     width = _BYTES[policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
-    trained = _head_parameters(model, megatron) if megatron.freeze_trunk else (dense, experts)
+    trained, added = _trained_parameters(model, megatron, sizes.train_gpus), sum(_adapter_parameters(model, megatron))
     is_carried = model.has_heads and not megatron.mtp_num_layers  # heads that are not trained are weights alone
     carried = sum(_head_parameters(model, megatron)) if is_carried else 0.0
     optimizer = megatron.optimizer
@@ -342,7 +342,7 @@ def trainer_memory(model: Architecture, config: Config, sizes: Derived, *, other
         own = layer_activations(model, megatron, tokens, width)
         layers = LayerActivations(kept=0.0, working=max(own[kind].kept for kind in built))
     return TrainerMemory(
-        weights=(dense + experts + carried) * width,
+        weights=(dense + experts + carried + added) * width,
         gradients=sum(trained) * (4 if in_fp32 or width == 4 else 2),
         optimizer=(1.0 - _offloaded_share(megatron)) * each * (trained[0] / shards[0] + trained[1] / shards[1]),
         activations=layers.kept + heads.kept,
@@ -393,10 +393,12 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
     width = _BYTES[config.policy.precision]
     dense, experts, dense_copies, expert_copies = _local_parameters(model, megatron, sizes.train_gpus)
     workers = sizes.train_workers_per_node
-    reference = (dense + experts) * width * workers if keeps_start(config) else 0.0
+    changing = sum(_trained_parameters(model, megatron, sizes.train_gpus)) if megatron.peft.enabled else dense + experts
+    reference = changing * width * workers if keeps_start(config) else 0.0
     # The ranks that hold a tensor share the work of saving it.
     copies = (dense_copies, expert_copies) if megatron.optimizer.use_distributed_optimizer else (1, 1)
-    trained = _head_parameters(model, megatron) if megatron.freeze_trunk else (dense, experts)
+    trained = _trained_parameters(model, megatron, sizes.train_gpus)
+    kept = trained if megatron.peft.enabled else (dense, experts)  # of the weights, in a checkpoint
     owned = (trained[0] / dense_copies, trained[1] / expert_copies)
     state = _state_bytes(config) * (trained[0] / copies[0] + trained[1] / copies[1])
     aside = (1.0 - _offloaded_share(megatron)) * state
@@ -406,7 +408,7 @@ def host_memory(model: Architecture, config: Config, sizes: Derived) -> HostMemo
         reference_pass=reference,
         offloaded=_offloaded_share(megatron) * _OFFLOADED * sum(owned) * workers,
         aside=aside * workers if config.policy.offload_optimizer_for_logprob else 0.0,
-        save=(width * (dense / dense_copies + experts / expert_copies) + saved) * workers
+        save=(width * (kept[0] / dense_copies + kept[1] / expert_copies) + saved) * workers
         if checkpointing.enabled
         else 0.0,
         export=float(model.parameters * width) if checkpointing.enabled else 0.0,
@@ -425,6 +427,58 @@ def _local_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) 
         max(gpus // (tensor * pipeline), 1),
         max(gpus // (expert_ways * pipeline), 1),
     )
+
+
+def _trained_parameters(model: Architecture, megatron: MegatronConfig, gpus: int) -> tuple[float, float]:
+    """Return (dense parameters, expert parameters) of one GPU that have gradients and optimizer state."""
+    heads = _head_parameters(model, megatron) if megatron.mtp_num_layers else (0.0, 0.0)
+    if megatron.freeze_trunk:
+        return heads
+    if megatron.peft.enabled:
+        dense, experts = _adapter_parameters(model, megatron)
+        return dense + heads[0], experts + heads[1]
+    return _local_parameters(model, megatron, gpus)[:2]
+
+
+def _adapter_parameters(model: Architecture, megatron: MegatronConfig) -> tuple[float, float]:
+    """Return the parameters of the adapters of dense layers and of routed experts, on one GPU: recipes/policy/lora.py.
+
+    Tensor ranks share the outputs of the first layer of a pair, and the inputs of the second.
+    """
+    peft, tensor, hidden, fused = megatron.peft, megatron.tensor_model_parallel_size, model.hidden, model.matrices - 1
+    if not peft.enabled:
+        return 0.0, 0.0
+    mixed = 2 * model.mamba_inner + 2 * model.mamba_groups * model.mamba_state + model.mamba_heads
+    heads = model.head_size * (model.query_heads + 2 * model.kv_heads)
+    pairs = {  # of each kind: its layers, the names of two, and what tensor ranks share of each
+        "self_attention": (
+            model.attention_layers,
+            "linear_qkv linear_proj",
+            heads,
+            model.query_heads * model.head_size,
+        ),
+        "mixer": (model.mamba_layers, "in_proj out_proj", mixed, model.mamba_inner),
+        "mlp": (model.mlp_layers, "linear_fc1 linear_fc2", fused * model.mlp_size, model.mlp_size),
+        "mlp.shared_experts": (
+            model.moe_layers * bool(model.shared_size),
+            "linear_fc1 linear_fc2",
+            fused * model.shared_size,
+            model.shared_size,
+        ),
+    }
+    dense = sum(
+        layers * peft.dim * (hidden + shared / tensor)
+        for parent, (layers, names, *sizes) in pairs.items()
+        for name, shared in zip(names.split(), sizes, strict=True)
+        if is_adapted(f"{parent}.{name}", peft)
+    )
+    experts = sum(
+        model.moe_layers * model.experts / megatron.expert_model_parallel_size * peft.dim * (model.expert_hidden + size)
+        for name, size in (("linear_fc1", fused * model.expert_size), ("linear_fc2", model.expert_size))
+        if is_adapted(f"mlp.experts.{name}", peft)
+    )
+    stages = megatron.pipeline_model_parallel_size
+    return dense / stages, experts / stages
 
 
 def _head_parameters(model: Architecture, megatron: MegatronConfig) -> tuple[float, float]:

@@ -332,7 +332,6 @@ class StagePlan:
 
 _WRONG = ("ENV002", "ENV003", "ENV005", "CFG001")  # findings of a launch that leave nothing to plan
 _SHARES = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # of the generation nodes, of the what-if table; 1: as configured
-_CHECKPOINT_BYTES = 16  # per parameter: weights in 16 bits, Adam's state in 32, and the export
 _SIMULATED_STEPS, _SEED = 10, 0
 _MAY_BE_0 = (
     "environment_seconds",
@@ -369,7 +368,8 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         fix = "raise tensor_parallel_size of the engines or gpu_memory_utilization"
         raise InputError(Problem(where="policy.generation.vllm_cfg", wrong=wrong, fix=fix))
     speeds = tiny_speeds(sizes) if is_tiny else roofline(model, config, sizes, gpu, engine, given)
-    checkpoint = float(model.parameters * _CHECKPOINT_BYTES)
+    host = host_memory(model, config, sizes)
+    checkpoint = host.save * sizes.num_train_nodes + host.export
     save_seconds = checkpoint / (given.save_gb_per_second * 1e9)
     period = config.checkpointing.save_period if config.checkpointing.enabled else 0
     configured = replace(
@@ -386,7 +386,7 @@ def make_plan(args: argparse.Namespace) -> StagePlan:
         model=model,
         is_model_given=is_tiny or bool(given_model),
         trainer=trainer,
-        host=host_memory(model, config, sizes),
+        host=host,
         engine=engine,
         teachers=() if is_tiny else teachers(model, config, sizes, gpu, given),
         gpu_bytes=None if is_tiny else gpu.memory_gib * GIB,

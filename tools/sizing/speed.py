@@ -126,9 +126,9 @@ def roofline(
         read = engine.weights * (1.0 - expert_share + expert_share * used) + n * per_sequence
         return read / bandwidth + given.iteration_ms / 1000
 
-    # In forward passes: training 3, recomputation 1, the reference policy 1, log-probabilities before the step 1. A
-    # frozen policy has no backward pass, but its heads have.
-    trained = 3 + megatron.activation_checkpointing
+    # In forward passes: training 3, or 2 of adapters, since weights get no gradients; recomputation 1, the reference
+    # policy 1, log-probabilities before the step 1. A frozen policy has no backward pass, but its heads have.
+    trained = 3 - megatron.peft.enabled + megatron.activation_checkpointing
     passes = (1 if megatron.freeze_trunk else trained) + keeps_start(config)
     passes += needs_logprobs(config, sizes)
     attention = 2 * model.query_heads * model.head_size * length  # of one layer, half of 4: causal

@@ -13,10 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any
 
 from recipes.config.keys.schema import SERVER_KINDS
-from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PolicyConfig
+from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig, PeftConfig, PolicyConfig
 
 STARTED = ("genrm_model", "local_vllm_model")
 TEACHER_OF_ALL = "default"  # in place of an agent: the teacher of all rows that have no other
@@ -238,3 +239,9 @@ def _cohort_size(config: Config) -> int:
         if settings is not None:
             return int(settings.get("num_rollouts_per_prompt", config.grpo.num_generations_per_prompt))
     return 0
+
+
+def is_adapted(module: str, peft: PeftConfig) -> bool:
+    """Return whether a linear layer gets an adapter; `module` is its name within a layer of the model."""
+    is_excluded = any(fnmatchcase(module, pattern) for pattern in peft.exclude_modules)
+    return module.rpartition(".")[2] in peft.target_modules and not is_excluded

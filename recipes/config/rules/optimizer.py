@@ -179,6 +179,9 @@ def frozen_trunk_has_heads(config: Config) -> Iterator[KeyProblem]:
     if megatron.freeze_trunk and megatron.mtp_num_layers == 0:
         fix = f"{heads} is 0, so that nothing would be trained; set it to the number of heads"
         yield KeyProblem(key=key, got="true", expected="false", fix=fix, also=(heads,))
+    if megatron.freeze_trunk and megatron.peft.enabled:
+        adapters, fix = f"{MEGATRON}.peft.enabled", f"{key} is true, so adapters would not be trained; set one to false"
+        yield KeyProblem(key=adapters, got="true", expected="false", fix=fix, also=(key,))
     if megatron.freeze_trunk and megatron.mtp_loss_scaling_factor == 0:
         weight, fix = f"{MEGATRON}.mtp_loss_scaling_factor", f"{key} is true, so nothing would be trained; raise it"
         yield KeyProblem(key=weight, got="0", expected="more than 0", fix=fix, also=(key,))

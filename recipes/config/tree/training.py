@@ -185,6 +185,22 @@ class Fp8Config:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeftConfig:
+    """LoRA: low-rank adapters are trained beside linear layers, and the model itself stays as it is."""
+
+    enabled: bool
+    """train adapters instead of the weights; checkpoints then hold the adapters alone"""
+    target_modules: tuple[Literal["linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2"], ...]
+    """linear layers with adapters: of attention, of Mamba, of MLPs and experts, each by Megatron's names"""
+    exclude_modules: tuple[Text, ...]
+    """patterns of names within a layer that get none, e.g. mlp.experts.*: routed experts"""
+    dim: Annotated[int, Ge(1), Unit("rank")]
+    """rank of an adapter"""
+    alpha: Annotated[float, Gt(0), Unit("rank")]
+    """an adapter's product is multiplied by alpha / dim"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronConfig:
     """Megatron-core: parallelism, memory, mixture of experts, optimizer."""
 
@@ -228,6 +244,7 @@ class MegatronConfig:
     """do not train router weights"""
     freeze_trunk: bool
     """train the multi-token heads alone (MTP healing): the weights of the model itself stay as they are, bit for bit"""
+    peft: PeftConfig
     moe_router_dtype: Literal["fp32", "fp64"]
     """dtype of the router"""
     moe_router_load_balancing_type: Annotated[

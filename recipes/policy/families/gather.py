@@ -113,7 +113,7 @@ class FullWeights:
         experts = parallel_state.get_expert_model_parallel_group()
         part = run[0]
         if stages.rank() == part.stage and experts.rank() == owner:
-            stack = torch.stack([self._mappings[one.index].param.data for one in run])
+            stack = torch.stack([self._mappings[one.index].value() for one in run])
         else:
             stack = torch.empty((len(run), *part.shape), dtype=part.dtype, device=self._mappings[0].param.device)
         if stages.size() > 1 and experts.rank() == owner:
@@ -126,9 +126,9 @@ class FullWeights:
         """Return this tensor-parallel rank's shard, from the stage that has it."""
         stages = parallel_state.get_pipeline_model_parallel_group()
         if stages.size() == 1:
-            return self._mappings[part.index].param.data
+            return self._mappings[part.index].value()
         if stages.rank() == part.stage:
-            shard = self._mappings[part.index].param.data.contiguous()
+            shard = self._mappings[part.index].value().contiguous()
         else:
             shard = torch.empty(part.shape, dtype=part.dtype, device=self._mappings[0].param.device)
         dist.broadcast(shard, dist.get_global_rank(stages, part.stage), group=stages)

@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+ADAPTERS = "adapters"  # child of a model that holds its low-rank adapters (recipes/policy/lora.py)
 TensorShape = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor."""
 
@@ -46,6 +47,16 @@ class WeightMapping:
     sharding: Sharding
     names: tuple[str, ...]  # Hugging Face names
     is_expert: bool = False  # of a routed expert: other ranks hold other experts
+    merged: Callable[[], Tensor] | None = None  # returns what engines and exports get where that is not `param`
+
+    def value(self) -> Tensor:
+        """Return this rank's part of the weight as engines and exports get it."""
+        return self.param.data if self.merged is None else self.merged()
+
+
+def base_parameters(model: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
+    """Return the parameters that the model's checkpoint has, by their names: all but those of adapters."""
+    return [(name, param) for name, param in model.named_parameters() if not name.startswith(f"{ADAPTERS}.")]
 
 
 @torch.no_grad()
@@ -105,7 +116,7 @@ def split(sharding: Sharding, full: list[Tensor], config: TransformerConfig, *, 
     if sharding is Sharding.GATE_UP:
         return torch.cat([part.chunk(size, dim=0)[rank] for part in full])
     if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV):
-        return torch.cat([part.chunk(size, dim=0)[rank] for part in _cut(full[0], _mamba_parts(sharding, config))])
+        return torch.cat([part.chunk(size, dim=0)[rank] for part in _cut(full[0], mamba_parts(sharding, config))])
     if sharding is Sharding.ROWS:
         return full[0].chunk(size, dim=0)[rank]
     if sharding is Sharding.COLUMNS:
@@ -128,7 +139,7 @@ def join(sharding: Sharding, shards: list[Tensor], config: TransformerConfig) ->
         halves = [shard.chunk(2, dim=0) for shard in shards]
         return [_joined([gate for gate, _ in halves]), _joined([up for _, up in halves])]
     if sharding in (Sharding.MAMBA_IN, Sharding.MAMBA_CONV) and len(shards) > 1:
-        sizes = [size // len(shards) for size in _mamba_parts(sharding, config)]
+        sizes = [size // len(shards) for size in mamba_parts(sharding, config)]
         parts = zip(*[_cut(shard, sizes) for shard in shards], strict=True)
         return [torch.cat([torch.cat(part) for part in parts])]
     if sharding is Sharding.ROWS:
@@ -146,7 +157,7 @@ def _cut(tensor: Tensor, sizes: list[int]) -> list[Tensor]:
     return list(torch.split(tensor, sizes))  # type: ignore[no-untyped-call]
 
 
-def _mamba_parts(sharding: Sharding, config: TransformerConfig) -> list[int]:
+def mamba_parts(sharding: Sharding, config: TransformerConfig) -> list[int]:
     """Return the rows of each part of a Mamba mixer's input projection or convolution."""
     inner, state = config.mamba_num_heads * config.mamba_head_dim, config.mamba_num_groups * config.mamba_state_dim
     convolved = [inner, state, state]

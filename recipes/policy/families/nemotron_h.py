@@ -29,7 +29,13 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from recipes.config.keys.native import unbuilt_values
-from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart, weight_of_expert
+from recipes.policy.families.mapping import (
+    Sharding,
+    WeightMapping,
+    base_parameters,
+    sum_experts_apart,
+    weight_of_expert,
+)
 from recipes.policy.layers import mamba_cpu
 from recipes.policy.layers.attention import core_attention
 from recipes.policy.layers.experts import choose_experts
@@ -169,7 +175,7 @@ class NemotronH:
     def weights(self, model: Any) -> list[WeightMapping]:
         """List parameters and the routers' biases, which are buffers, with their global names."""
         biases = [(name, value) for name, value in model.named_buffers() if name.endswith("router.expert_bias")]
-        return [_mapping(model, name, tensor) for name, tensor in [*model.named_parameters(), *biases]]
+        return [_mapping(model, name, tensor) for name, tensor in [*base_parameters(model), *biases]]
 
     def unread_weights(self, hf: Any) -> set[str]:
         """Name nothing: every tensor is read."""

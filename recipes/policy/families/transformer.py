@@ -19,7 +19,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from recipes.config.keys.native import unbuilt_values
-from recipes.policy.families.mapping import Sharding, WeightMapping, sum_experts_apart, weight_of_expert
+from recipes.policy.families.mapping import (
+    Sharding,
+    WeightMapping,
+    base_parameters,
+    sum_experts_apart,
+    weight_of_expert,
+)
 from recipes.policy.layers.attention import core_attention, rotates
 from recipes.policy.layers.experts import choose_experts
 from recipes.policy.layers.head import LogProbModel, OutputConfig
@@ -83,7 +89,7 @@ class Llama:
     def weights(self, model: Any) -> list[WeightMapping]:
         """List the parameters with their global names: layers are numbered over all pipeline stages."""
         result = []
-        for name, param in model.named_parameters():
+        for name, param in base_parameters(model):
             if name.startswith("decoder.layers."):
                 index, rest = name.removeprefix("decoder.layers.").split(".", 1)
                 layer = model.decoder.layers[int(index)].layer_number - 1

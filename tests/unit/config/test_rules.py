@@ -306,6 +306,9 @@ CASES = [
     ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", "loss_fn.reference_policy_kl_penalty=1e-4"],
      f"{MEGATRON}.freeze_trunk: got true, expected false; a model that stays as it is keeps its distance to the "
      "reference; set loss_fn.reference_policy_kl_penalty to 0"),
+    ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", f"{MEGATRON}.peft.enabled=true"],
+     f"{MEGATRON}.peft.enabled: got true, expected false; {MEGATRON}.freeze_trunk is true, so adapters would not be "
+     "trained; set one to false"),
     ("frozen_trunk_has_heads", STAGE1, [f"{MEGATRON}.freeze_trunk=true", f"{MEGATRON}.mtp_loss_scaling_factor=0"],
      f"{MEGATRON}.mtp_loss_scaling_factor: got 0, expected more than 0; {MEGATRON}.freeze_trunk is true, so nothing "
      "would be trained; raise it"),

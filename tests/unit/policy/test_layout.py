@@ -90,6 +90,34 @@ def test_a_layout_that_does_not_fit_the_model_is_refused(
     assert refusal in found
 
 
+@pytest.mark.parametrize(
+    ("sizes", "layout", "peft", "refusal"),
+    [
+        (DENSE, {}, {}, None),
+        (HYBRID, {}, {}, None),  # routed experts are excluded
+        (HYBRID, {"moe_grouped_gemm": False}, {"exclude_modules": ()}, None),
+        (HYBRID, {"moe_grouped_gemm": True}, {"exclude_modules": ()}, "also mlp.experts.*"),
+        (
+            HYBRID,
+            {"moe_grouped_gemm": False, "expert_tensor_parallel_size": 2},
+            {"exclude_modules": ()},
+            "also mlp.exp",
+        ),
+        (HYBRID, {"moe_grouped_gemm": True}, {"exclude_modules": (), "target_modules": ("linear_qkv",)}, None),
+        (DENSE, {}, {"target_modules": ("in_proj", "out_proj")}, "leave one of self_attention.linear_qkv"),
+        (DENSE, {}, {"exclude_modules": ("*",)}, "leave one of self_attention.linear_qkv"),
+    ],
+)
+def test_adapters_that_no_layer_can_have_are_refused(
+    config: Config, sizes: dict[str, Any], layout: dict[str, Any], peft: dict[str, Any], refusal: str | None
+) -> None:
+    enabled = replace(config.policy.megatron_cfg.peft, **{"enabled": True, **peft})
+    found = _refusals(config, sizes, peft=enabled, **layout)
+    assert [one.partition(": ")[0] for one in found] == ([] if refusal is None else ["exclude_modules"])
+    assert all(refusal is not None and refusal in one for one in found)
+    assert _refusals(config, sizes, peft=replace(enabled, enabled=False), **layout) == []
+
+
 def test_rows_of_the_vocabulary_are_divided_too(config: Config) -> None:
     found = _refusals(config, DENSE, vocab_size=97, tensor_model_parallel_size=2)
     assert found == ["tensor_model_parallel_size: a divisor of 97 rows of the vocabulary"]

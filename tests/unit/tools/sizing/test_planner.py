@@ -199,6 +199,9 @@ def test_memory_falls_with_parallelism_and_rises_without_recomputation(productio
         replace(SUPER, has_heads=False), replace(production, policy=_untrained(production)), sizes, other=0.0
     )
     assert without.weights < carried.weights
+    adapters = changed(mtp_num_layers=0, peft=replace(megatron.peft, enabled=True))  # gradients and moments of few
+    assert carried.weights < adapters.weights < 1.01 * carried.weights
+    assert adapters.gradients < 0.01 * carried.gradients and adapters.optimizer < 0.02 * carried.optimizer
     in_fp32 = replace(megatron.distributed_data_parallel_config, grad_reduce_in_fp32=True)
     assert changed(distributed_data_parallel_config=in_fp32).gradients == pytest.approx(2 * base.weights)
 
@@ -293,6 +296,8 @@ def test_a_frozen_policy_runs_once_and_its_heads_train(production):
     assert trunk == pytest.approx(
         4 * (seconds(production, freeze_trunk=True) - heads)
     )  # forward, twice back, and again
+    with_adapters = replace(production.policy.megatron_cfg.peft, enabled=True)
+    assert trunk == pytest.approx(seconds(production, mtp_num_layers=0, peft=with_adapters) * 4 / 3)
     assert heads / trunk == pytest.approx(5 * SUPER.active_head_parameters / SUPER.active_parameters, rel=0.15)
     taught = replace(production.grpo.adv_estimator, name="on_policy_distillation")
     by_token = seconds(replace(production, grpo=replace(production.grpo, adv_estimator=taught)), mtp_num_layers=0)
