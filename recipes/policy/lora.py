@@ -222,7 +222,7 @@ def write_peft(tensors: Mapping[str, Tensor], cfg: PeftConfig, model: str, targe
     """Write a directory `adapter` in `target` that the package peft reads: `tensors` by the names of its adapters."""
     from safetensors.torch import save_file
 
-    modules = sorted({name.removeprefix("base_model.model.").rpartition(".lora_")[0] for name in tensors})
+    modules = sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in tensors})  # whatever is before them
     described = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -34,7 +34,11 @@ from tools.sizing.memory import _adapter_parameters
 pytestmark = pytest.mark.functional
 
 _LORA = {"megatron_cfg__peft__enabled": "true", "megatron_cfg__peft__dim": 4, "megatron_cfg__peft__alpha": 8}
-_EXPERTS_TOO = _LORA | {"megatron_cfg__peft__exclude_modules": "[]"}
+_ALL = "[linear_qkv,linear_proj,in_proj,out_proj,linear_fc1,linear_fc2]"
+_EXPERTS_TOO = _LORA | {
+    "megatron_cfg__peft__exclude_modules": "[]",
+    "megatron_cfg__peft__target_modules": _ALL,
+}
 _TENSOR = {"megatron_cfg__tensor_model_parallel_size": 2}
 _SEQUENCE = _TENSOR | {"megatron_cfg__sequence_parallel": "true"}
 _STAGES = {"megatron_cfg__pipeline_model_parallel_size": 2}
@@ -161,7 +165,7 @@ def test_a_checkpoint_has_the_adapters_alone_and_goes_on(models: dict[str, Path]
             assert torch.allclose(saved[key], start + added, atol=1e-6), key
     described = json.loads((tmp_path / "saved/adapter/adapter_config.json").read_text(encoding="utf-8"))
     assert described["r"] == 4 and described["lora_alpha"] == 8
-    assert {f"base_model.model.{one}.lora_A.weight" for one in described["target_modules"]} <= adapters.keys()
+    assert described["target_modules"] == ["down_proj", "in_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
 
     export_checkpoint(tmp_path / "checkpoint", tmp_path / "alone", config.policy)
     alone = load_file(tmp_path / "alone/model.safetensors")

@@ -191,7 +191,7 @@ class PeftConfig:
     enabled: bool
     """train adapters instead of the weights; checkpoints then hold the adapters alone"""
     target_modules: tuple[Literal["linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2"], ...]
-    """linear layers with adapters: of attention, of Mamba, of MLPs and experts, each by Megatron's names"""
+    """linear layers with adapters, by Megatron's names: of attention, of Mamba (peft reads no out_proj), of MLPs"""
     exclude_modules: tuple[Text, ...]
     """patterns of names within a layer that get none, e.g. mlp.experts.*: routed experts"""
     dim: Annotated[int, Ge(1), Unit("rank")]
