@@ -21,6 +21,7 @@ import ray
 import torch
 from ray.exceptions import RayActorError, RayTaskError
 
+from recipes.cluster.token_store import room_for
 from recipes.errors import BringUpError, PolicyError, RecipeError, RunError
 from recipes.files import FileSum
 from recipes.policy import shards
@@ -275,7 +276,8 @@ class Policy:
 
     def _per_rank(self, batch: TrainBatch, plan: Sequence[Any]) -> list[Any]:
         """Put each data-parallel shard into the object store once, and give every rank its own."""
-        stored = [ray.put(shard) for shard in shards.split(batch, plan)]
+        with room_for("the shards of a batch"):
+            stored = [ray.put(shard) for shard in shards.split(batch, plan)]
         return [stored[coordinates.data] for coordinates in self._coordinates]
 
     def _outputs(self, results: Sequence[Any]) -> list[Any]:
@@ -306,7 +308,8 @@ class Policy:
                 raise self._failure(f"policy {what}: no answer within {deadline:g} s from {names}", late)
             rank = rank_of[done[0]]
             try:
-                results[rank] = ray.get(done[0])
+                with room_for(f"policy {what}: what {self._name(rank)} reads or answers"):
+                    results[rank] = ray.get(done[0])
             except (RayTaskError, RayActorError) as error:
                 if isinstance(cause := getattr(error, "cause", None), RecipeError):
                     raise cause from error  # a wrong input keeps its own message and exit status

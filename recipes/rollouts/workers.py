@@ -32,11 +32,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import ray
-from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from recipes.cluster.placement import ActorOptions, node_of
 from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
-from recipes.cluster.token_store import RayTokenStore
+from recipes.cluster.token_store import RayTokenStore, room_for
 from recipes.config.keys.derive import derive
 from recipes.config.tree import Config
 from recipes.environments.chat.codec import ChatCodec
@@ -282,7 +282,8 @@ class RolloutWorkers:
         try:
             await self._has_been_told(worker, liveness)
             call, tokens = actor.run_group.options(num_returns=2).remote(request)
-            report: GroupReport = await liveness.result(call)
+            with room_for(f"a group of {worker}"):
+                report: GroupReport = await liveness.result(call)
             for warning in report.warnings:
                 logger.warning("%s: %s", worker, warning)
             return report.headers, tokens
@@ -294,8 +295,6 @@ class RolloutWorkers:
             if isinstance(failed.cause, RecipeError):
                 raise failed.cause from None
             raise RunError(f"{worker}: {type(failed.cause).__name__}: {failed.cause}") from failed
-        except (ObjectStoreFullError, OutOfDiskError) as full:
-            raise RunError(f"the object store takes no more groups, in memory or on its disk: {full}") from full
         except TimeoutError as silent:
             lost = _WorkerLostError(f"{worker} has not answered for {SILENCE_SECONDS:g} s")
             self._replace(worker, number, lost)
