@@ -8,6 +8,10 @@ Python for a process that stands still. When nothing moves for longer than they 
 
     loop              consumes                        waits for           unblocked by
     heartbeat thread  the state of `Run`              the next period     time; the end of the `with` block
+    node thread       Ray's list of nodes             the next look       time; the end of the `with` block
+
+Where the raylet of the driver stands still, calls into Ray wait for it without end. Ray's head declares the node dead
+after a minute; the second thread asks it, and ends the process.
 """
 
 from __future__ import annotations
@@ -15,14 +19,18 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import sys
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
+
+import psutil
 
 from recipes.config.keys.derive import max_age
 from recipes.config.tree import DeadlinesConfig
@@ -37,6 +45,9 @@ logger = logging.getLogger(__name__)
 STATUS_FILE = "status.json"
 PERIOD_SECONDS = 1.0
 _MAX_REASON = 2000  # characters of the error that ended a run
+NODE_SECONDS = 10.0  # between two looks at whether Ray takes the driver's node for dead
+_STANDING = {psutil.STATUS_STOPPED: "is stopped (SIGSTOP)", psutil.STATUS_DISK_SLEEP: "waits for a disk"}
+_PARTS = re.compile(r"raylet$|gcs_server$|ray::|VLLM::")  # of a run, by their titles
 _MAX_BEAT_SECONDS = 5.0  # counted of one period: a process that was stopped and goes on has not been stuck
 
 
@@ -61,10 +72,12 @@ class Heartbeat:
             "started": time.time(),
         }
         self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._node_thread = threading.Thread(target=self._watch_node, name="node", daemon=True)
 
     def __enter__(self) -> Heartbeat:
         self._write("starting")
         self._thread.start()
+        self._node_thread.start()
         return self
 
     def watch(self, run: Run) -> None:
@@ -93,7 +106,12 @@ class Heartbeat:
             if (new := self._mark()) != mark:
                 mark, still = new, 0.0
             elif still > self._limit():
-                self._end(still)
+                self._end(f"nothing moved for {still:.0f} s, more than the deadlines allow,")
+
+    def _watch_node(self) -> None:
+        while not self._done.wait(NODE_SECONDS):
+            if is_own_node_dead() and not self._done.is_set():
+                self._end("Ray's head has had no answer of the raylet of this node for too long,")
 
     def _mark(self) -> tuple[Any, ...]:
         """Return what changes while a run moves: the step, its phase, and the groups that are ready."""
@@ -113,15 +131,14 @@ class Heartbeat:
             return 3 * limits.placement + 4 * limits.engine_start + limits.checkpoint
         return limits.refit + 2 * limits.progress + limits.train + limits.shutdown
 
-    def _end(self, seconds: float) -> None:
+    def _end(self, why: str) -> None:
         """End the process, with where it stands still. What is saved is whole; the launcher ends all that is left."""
         phase = "its start" if self._run is None else f"step {self._run.recorder.metrics.step}, phase {self._mark()[1]}"
         where = _innermost(sys._current_frames().get(threading.main_thread().ident or 0))
-        said = (
-            f"nothing moved for {seconds:.0f} s, more than the deadlines allow, in {phase}: "
-            f"the driver waits in {where}; "
-            "a process of Ray may stand still, see logs/latest/ray; start again to resume"
-        )
+        missing = {} if self._run is None else self._run.missing()
+        silent = [*standing_still(), *(f"{name}: {reason}" for name, reason in missing.items())]
+        who = ", ".join(silent) or "a process of Ray may stand still"
+        said = f"{why} in {phase}: the driver waits in {where}; {who}; see logs/latest/ray; start again to resume"
         logger.error("%s", said)
         self._write("failed", f"{StalledError.__name__}: {said}")
         os._exit(StalledError.exit_code)
@@ -134,6 +151,29 @@ class Heartbeat:
             write_atomically(self._path, content.encode(), is_durable=False)  # rewritten each second
         except Exception as error:  # a missed beat is better than none from here on
             logger.warning("%s: not written: %r", self._path, error)
+
+
+def is_own_node_dead() -> bool:
+    """Whether Ray's head takes the node of this process for dead; it may be asked when the raylet does not answer."""
+    with suppress(Exception):  # no answer is none
+        import ray  # here: this module is also read where there is no Ray
+
+        if ray.is_initialized():
+            own = ray.get_runtime_context().get_node_id()
+            return any(node["NodeID"] == own and not node["Alive"] for node in ray.nodes())
+    return False
+
+
+def standing_still() -> list[str]:
+    """Name the processes of runs of this user on this machine that do not run, and why."""
+    found = []
+    for process in psutil.process_iter(["name", "cmdline", "status", "uids"]):
+        about = process.info
+        title = (about["cmdline"] or [about["name"] or ""])[0]
+        is_own = about["uids"] is not None and about["uids"].real == os.getuid()
+        if is_own and about["status"] in _STANDING and (match := _PARTS.search(title)):
+            found.append(f"{title[match.start() :]} (pid {process.pid}) {_STANDING[about['status']]}")
+    return found
 
 
 def _innermost(frame: FrameType | None) -> str:

@@ -42,6 +42,9 @@ class LocalWorkers:
     async def run_group(self, request: GroupRequest) -> StoredGroup:
         return pack_rollouts(await self.groups.run(request))
 
+    def silent(self) -> dict[str, str]:
+        return {}
+
     def close(self) -> None: ...
 
 

@@ -38,6 +38,7 @@ import ray
 
 from recipes.cluster.placement import ActorOptions, Place
 from recipes.cluster.starts import NUM_DEADLINES, BackgroundLoop, Starts, wrong_input
+from recipes.cluster.token_store import room_for
 from recipes.errors import EngineError, RecipeError
 from recipes.generation.clients.client import EngineClient, OpenEngines
 from recipes.generation.clients.failure import failure
@@ -281,15 +282,16 @@ class Generation:
         with self._push_lock:
             up = self._up()
             self._digest = layout.digest
+            with room_for("the names of the weights"):
+                announced = ray.put((self._digest, {} if nccl_id is None else nccl_update(layout)))
             if nccl_id is None:
-                announced = ray.put((self._digest, {}))
                 known = self._connected if layout == self._layout else frozenset()
                 new = [engine for engine in up if engine.key not in known]
                 for engine in new:
                     engine.can_see_file = layout.host in ("", engine.info.node if engine.info else "")
                 infos: list[Any] = [ray.put(shared_memory_init(layout))] * len(new)
             else:
-                announced, new = ray.put((self._digest, nccl_update(layout))), up
+                new = up
                 infos = [
                     nccl_init(nccl_id, engine=n, num_engines=len(up), ranks_per_engine=self._ranks_per_engine)
                     for n in range(len(up))
@@ -362,7 +364,8 @@ class Generation:
         `sent` has the checksum of each tensor by its name. Raises `EngineError` when no engine is left.
         """
         with self._push_lock:
-            stored = ray.put(dict(sent))
+            with room_for("the checksums of a push"):
+                stored = ray.put(dict(sent))
             up = [engine for engine in self._up() if engine.key in self._connected]
             calls = {engine: engine.actor.verify_weights.remote(stored) for engine in up}
             self._require_one(self._eject_failed(calls, self._deadlines.refit))

@@ -58,6 +58,7 @@ class GenerationHandle(WeightSink, Sampler, MeasuredEngines, Protocol):
 class WorkersHandle(MeasuredWorkers, Protocol):
     """What the run asks of the rollout workers, beside the groups; `rollouts.RolloutWorkers` has it."""
 
+    def silent(self) -> dict[str, str]: ...
     def close(self) -> None: ...
 
 
@@ -122,7 +123,7 @@ class Run:
         self._groups = self.buffer.take(
             self.state.step,
             deadline_seconds=self.config.deadlines.progress,
-            waiting_for=self.collector.waiting_for,
+            waiting_for=self._waiting_for,
             is_stopped=lambda: self.stop.requested(step_seconds=0.0),
         )
         self.saver.advance()
@@ -235,9 +236,14 @@ class Run:
             logger.exception("step %d not saved", self.state.step)
 
     def missing(self) -> dict[str, str]:
-        """Return why each engine, judge's copy or rollout worker that is not up is missing."""
+        """Return why each engine, judge's copy or rollout worker that is not up, or is silent, is missing."""
         kinds = [self.generation.starts, *([self.judges.starts] if self.judges else []), self.workers.starts]
-        return {name: reason for starts in kinds for name, reason in starts.missing().items()}
+        not_up = {name: reason for starts in kinds for name, reason in starts.missing().items()}
+        return not_up | self.workers.silent()
+
+    def _waiting_for(self) -> str:
+        """Name what a step waits for, and who is silent or missing: without them its groups may not come."""
+        return "; ".join([self.collector.waiting_for(), *(f"{name}: {why}" for name, why in self.missing().items())])
 
     def close(self) -> None:
         """Stop everything that was started, in the reverse order."""

@@ -140,6 +140,7 @@ logger = logging.getLogger(__name__)
 
 MAX_WORKERS_LOST = 3
 CHECK_SECONDS = 30.0  # without an answer to a group, after which its worker is asked whether it lives
+NOTED_SECONDS = 5.0  # without an answer to that, from which a message of a stall names the worker
 SILENCE_SECONDS = 120.0  # without an answer to that; one answer of a model never keeps the loop so long
 _POLL_SECONDS = 0.1  # while no worker is up
 _CALLS_AT_ONCE = 1 << 16  # of one actor: more than the groups that are ever in flight
@@ -229,6 +230,11 @@ class RolloutWorkers:
                 reason = f"{MAX_WORKERS_LOST} rollout workers died while they ran it, the last: {lost}"
         rollout = without_answer(RolloutStatus.ABORTED, reason)
         return store_rollouts([rollout] * request.num_rollouts, RayTokenStore())
+
+    def silent(self) -> dict[str, str]:
+        """Return since when each worker that was asked whether it lives has said nothing, where that is long."""
+        seconds = {str(worker): worker.liveness.silent_seconds() for worker in self._workers if worker.is_up}
+        return {name: f"has not answered for {since:.0f} s" for name, since in seconds.items() if since > NOTED_SECONDS}
 
     def close(self) -> None:
         """End all workers, by force when they do not end within the deadline."""
@@ -374,6 +380,11 @@ class Liveness:
             return answer.result()
         finally:
             answer.cancel()
+
+    def silent_seconds(self) -> float:
+        """Return for how long a ping has had no answer; called by any thread."""
+        is_open = self._ping is not None and not self._ping.done()
+        return time.monotonic() - self._asked_at if is_open else 0.0
 
     def _latest_ping(self) -> asyncio.Future[None]:
         is_old = time.monotonic() - self._asked_at >= CHECK_SECONDS

@@ -5,21 +5,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
+import ray
 
 from recipes import heartbeat
 from recipes.config.tree import DeadlinesConfig
 from recipes.errors import StalledError
 from recipes.grpo.buffer import ReplayBuffer
 from recipes.grpo.metrics import StepMetrics
-from recipes.heartbeat import Heartbeat, process_start
+from recipes.heartbeat import Heartbeat, process_start, standing_still
 from recipes.types import Group, PromptRef
 from tests.configuration import block, config
 
@@ -165,6 +169,47 @@ def test_a_driver_in_which_nothing_moves_ends_and_says_where_it_stands(tmp_path:
     assert found["state"] == "failed"
     assert phase in found["reason"]
     assert "nothing moved for" in found["reason"]
+    is_run = when == "run"
+    assert ("generation engine 1: start 1 of 3 failed: no memory" in found["reason"]) == is_run, "who is missing"
+
+
+def test_a_driver_whose_node_ray_takes_for_dead_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls into Ray would wait for a raylet that stands still until the deadlines are over: hours, by default."""
+    ended = threading.Event()
+    monkeypatch.setattr(heartbeat, "NODE_SECONDS", 0.01)
+    monkeypatch.setattr(heartbeat, "standing_still", lambda: ["raylet (pid 7) is stopped (SIGSTOP)"])
+    monkeypatch.setattr(os, "_exit", lambda _status: ended.set())
+    nodes = [{"NodeID": "a", "Alive": False}, {"NodeID": "b", "Alive": True}]
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "b"))
+    with Heartbeat(tmp_path, DEADLINES) as beating:
+        beating.watch(make_run())
+        assert not ended.wait(0.2), "another node is dead"
+        nodes[1]["Alive"] = False
+        assert ended.wait(30)
+        reason = read(tmp_path)["reason"]
+    assert "Ray's head has had no answer of the raylet of this node for too long, in step 5" in reason
+    assert "; raylet (pid 7) is stopped (SIGSTOP), generation engine 1: start 1 of 3 failed" in reason
+
+
+def test_a_process_that_is_stopped_is_named() -> None:
+    title = "ray::RolloutWorker"
+    words = ["bash", "-c", f"exec -a {title} sleep 300"]
+    with subprocess.Popen(words) as process:
+        try:
+            end = time.monotonic() + 30
+            while psutil.Process(process.pid).cmdline()[:1] != [title]:
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            named = f"{title} (pid {process.pid}) is stopped (SIGSTOP)"
+            assert named not in standing_still()
+            process.send_signal(signal.SIGSTOP)
+            while named not in standing_still():
+                assert time.monotonic() < end
+                time.sleep(0.01)
+        finally:
+            process.kill()
 
 
 def test_a_driver_that_moves_or_was_stopped_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
