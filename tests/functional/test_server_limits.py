@@ -11,6 +11,7 @@ import resource
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from sandbox_client import TOKEN, Client
@@ -26,9 +28,11 @@ from speed import patiently
 
 from recipes.cluster import http_limits
 from recipes.environments.agents.by_url.server import ListeningServer
+from recipes.generation.engine_args import CPU_ENV, ENV
 from recipes.generation.serving import requests
 from recipes.generation.serving.outstanding import Listener
 from tools.environments.check.judge import Judge
+from tools.tiny.model import build_model, build_tokenizer
 from tools.tiny.rule_judge import RuleServer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,19 +153,64 @@ def engine_listener() -> Iterator[tuple[int, Right]]:
         yield server.address.port, lambda: asyncio.run(introduced())
 
 
+ENDPOINT = """
+import asyncio, contextlib
+from recipes.cluster import http_limits as limits
+from recipes.generation.engine_args import engine_args
+from recipes.generation.server import HttpServer
+from tests.configuration import block
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.v1.engine.async_llm import AsyncLLM
+
+limits.LimitedProtocol.head_seconds = limits.LimitedProtocol.body_seconds = {seconds}
+limits.MAX_CONNECTIONS, limits.MAX_BODY_BYTES = {places}, {max_body}
+
+async def main():
+    cfg = block("policy").generation
+    args = engine_args(cfg, model_path={model!r}, seed=0, is_cpu=True, loads_weights=False)
+    llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
+    server = await HttpServer.start(llm, cfg, host="127.0.0.1", count=lambda _: contextlib.nullcontext())
+    print("at", server.base_url, flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+QUESTION = '{"model": "policy", "messages": [{"role": "user", "content": "What is it?"}], "max_tokens": 1}'
+
+
+@contextmanager
+def model_endpoint() -> Iterator[tuple[int, Right]]:
+    """Serve a model as a run does for agents that speak HTTP: vLLM's own application behind our guards."""
+    with tempfile.TemporaryDirectory() as directory:
+        tokenizer = build_tokenizer()
+        for part in (tokenizer, build_model(tokenizer, seed=0)):
+            part.save_pretrained(directory)
+        code = ENDPOINT.format(seconds=SECONDS, places=PLACES, max_body=MAX_BODY, model=directory)
+        with program(code, **ENV, **CPU_ENV, VLLM_API_KEY=TOKEN) as process:
+            assert process.stdout is not None
+            urls = (line.split()[1] for line in process.stdout if line.startswith("at http"))
+            port = urlsplit(next(urls)).port
+            assert port
+            assert http(port, "/v1/chat/completions", QUESTION)[0] == 401  # without the key
+            yield port, lambda: http(port, "/v1/chat/completions", QUESTION, key=TOKEN)[0] == 200
+
+
 SERVERS = {
     "sandbox": sandbox,
     "serve-env": served_environment,
     "judge of rules": judge_of_rules,
     "judge of checks": judge_of_checks,
     "model server": model_server,
+    "vLLM's endpoint": model_endpoint,
     "engine": engine_listener,
 }
 
 
-def http(port: int, path: str, body: str) -> tuple[int, str]:
+def http(port: int, path: str, body: str, *, key: str = "") -> tuple[int, str]:
     with closing(socket.create_connection(("127.0.0.1", port), timeout=patiently(20))) as connection:
-        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head += f"Authorization: Bearer {key}\r\n" if key else ""
+        head += f"Content-Length: {len(body)}\r\n\r\n"
         connection.sendall((head + body).encode())
         head, _, said = connection.makefile("rb").read().decode().partition("\r\n\r\n")
     return int(head.split()[1]), said
