@@ -6,6 +6,7 @@ Checked before a launch, and again where a run starts.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 _WHERE = "policy.megatron_cfg."
 _ENGINE = "policy.generation.vllm_cfg."
+_SHOWN = 3  # keys in a message
 _DEEPEP_CHOICES = 32  # parts of experts per token
 
 
@@ -239,6 +241,29 @@ def _adapter_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Prob
         fix = f"routed experts get adapters only where each is a layer of one rank, and {why}; add it"
         return Problem(where=where, got=got, expected="also mlp.experts.*", fix=fix)
     return None
+
+
+# Keys of config.json that an export has otherwise, or that change no weight: code, precision, special tokens.
+_NO_SHAPE = re.compile(r"(torch_)?dtype|transformers_version|_name_or_path|auto_map|use_cache|\w+_token_id")
+
+
+def other_model_problems(model: Path, checkpoint: Path) -> list[Problem]:
+    """Return a problem when a checkpoint of the run holds another model than the one that the run is given.
+
+    Two models of the same configuration are not told apart here: the launch compares the names and hashes of weights.
+    """
+    given, saved = (directory / "config.json" for directory in (model, checkpoint / "hf"))
+    if not (given.is_file() and saved.is_file()):
+        return []
+    now, then = read_object(given), read_object(saved)
+    names = sorted(name for name in now.keys() & then.keys() if not _NO_SHAPE.fullmatch(name))
+    wrong = [f"{name} is {_text(now[name])}, was {_text(then[name])}" for name in names if now[name] != then[name]]
+    if not wrong:
+        return []
+    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    fix = "give another EXP_NAME to train this model, or the MODEL_PATH with which the run began"
+    wrong_model = f"another model than that of {checkpoint}: {', '.join(wrong[:_SHOWN])}{more}"
+    return [Problem(where=str(model), wrong=wrong_model, fix=fix)]
 
 
 FORM_FILE = "form.json"  # of the policy in a checkpoint: what an optimizer must have in common to read the saved one

@@ -61,7 +61,7 @@ from recipes.environments.scoring.clients import (
     VerifierClient,
     score_group,
 )
-from recipes.environments.scoring.known_answers import find_wrong_judges
+from recipes.environments.scoring.known_answers import PROBE_SECONDS, find_wrong_judges
 from recipes.environments.scoring.pool import ScoringPool, num_processes
 from recipes.environments.swe.containers.runtime import runtime_of_machine
 from recipes.environments.swe.contract import ContainerFailedError, Runtime
@@ -223,7 +223,7 @@ class Environments:
             params = {**params, **ANY_PROMPT}
         return self.codec.why_refused(params, agent.template_kwargs, goes_on=agent.kind != "single_turn")
 
-    def wrong_judges(self, servers: Collection[str]) -> list[Problem]:
+    def wrong_judges(self, servers: Collection[str], *, seconds: float = PROBE_SECONDS) -> list[Problem]:
         """Return what is wrong with the judges of these servers. Blocking; they are asked about known answers."""
         clients = [
             (self._servers[name].verifier, client)
@@ -233,7 +233,7 @@ class Environments:
 
         async def find() -> list[Problem]:
             try:
-                return await find_wrong_judges(clients)
+                return await find_wrong_judges(clients, seconds=seconds)
             finally:
                 await self._http.close()
 

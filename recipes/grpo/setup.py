@@ -14,7 +14,7 @@ from typing import Any
 from recipes.cluster.connect import connect
 from recipes.cluster.placement import ActorOptions, Places, WorkerCounts, place, spread
 from recipes.cluster.token_store import RayTokenStore
-from recipes.config.fits import teacher_problems
+from recipes.config.fits import other_model_problems, teacher_problems
 from recipes.config.keys.derive import Derived, max_age, num_prompts_at_once, started_judges
 from recipes.config.tree import AsyncGrpoConfig, Config, GrpoConfig
 from recipes.environments.chat.codec import ChatCodec
@@ -326,6 +326,8 @@ def _begin(
 def _saved_state(path: Path | None, stream: PromptStream, config: Config) -> SavedState | None:
     if path is None:
         return None
+    if other := other_model_problems(Path(config.policy.model_name), path):
+        raise CheckpointError(other)
     saved = on_same_data(load_state(path), stream, config.data.on_change, path)
     if problems := window_problems(saved, config, path):
         raise ConfigError(problems)

@@ -166,7 +166,7 @@ limits.LimitedProtocol.head_seconds = limits.LimitedProtocol.body_seconds = {sec
 limits.MAX_CONNECTIONS, limits.MAX_BODY_BYTES = {places}, {max_body}
 
 async def main():
-    cfg = block("policy").generation
+    cfg = block("policy.generation", vllm_cfg=block("policy.generation.vllm_cfg", expose_http_server=True))
     args = engine_args(cfg, model_path={model!r}, seed=0, is_cpu=True, loads_weights=False)
     llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**args))
     server = await HttpServer.start(llm, cfg, host="127.0.0.1", count=lambda _: contextlib.nullcontext())

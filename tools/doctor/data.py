@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shlex
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -21,6 +22,7 @@ from recipes.environments.chat.tool_calls import FlagPatterns
 from recipes.environments.contract.rows import last_user_text
 from recipes.environments.environments import Environments
 from recipes.environments.instances import agents_of, coding_settings_of, find_agent, reading_servers, servers_of
+from recipes.environments.scoring.known_answers import LateProblem
 from recipes.errors import InputError
 from recipes.exact_json import dumps
 from recipes.grpo.data import COMPARED_ALONE, check_line, few_rows, too_few_rows
@@ -33,6 +35,7 @@ from tools.draft.findings import Finding, as_finding, as_findings, found
 from tools.draft.launch import Launch
 
 EFFORT_MARKER = "{reasoning effort: low}"  # what the published template appends to a prompt that asks for low effort
+JUDGE_SECONDS = 50.0  # for all judges side by side; with the search for silent ones less than a minute
 MAX_LISTED = 10  # different problems per file and code
 FIXES = {
     "DAT002": "fill the file again: `make data BLEND=...`",
@@ -184,17 +187,25 @@ def judge_findings(config: Config, asked_for: Collection[str]) -> Iterator[Findi
         environments = Environments.from_config(env, _codec_of(config))
     except InputError:  # said already
         return
-    asked = [name for name in asked_for if (judge := servers[name].judge) and judge.urls and not unreached(judge.urls)]
+    judged = {name: judge.urls for name in asked_for if (judge := servers[name].judge) and judge.urls}
+    silent = unreached(url for urls in judged.values() for url in urls)
+    asked = [name for name, urls in judged.items() if silent.isdisjoint(urls)]
     try:
-        wrong = environments.wrong_judges(asked)
+        problems = environments.wrong_judges(asked, seconds=JUDGE_SECONDS)
     finally:
         environments.close()
+    late = [problem for problem in problems if isinstance(problem, LateProblem)]  # a start waits longer
+    wrong = [problem for problem in problems if problem not in late]
     yield from as_findings("JDG006" if env.judge_probe == "refuse" else "JDG007", wrong)
+    yield from as_findings("JDG007", late)
 
 
-def unreached(bases: Sequence[str]) -> list[str]:
-    """Return the addresses of a judge at which nobody answers."""
-    return [base for base in bases if services.probe(services.models_url(base))]
+def unreached(bases: Iterable[str]) -> set[str]:
+    """Return the addresses of judges at which nobody answers; all are tried side by side."""
+    named = list(dict.fromkeys(bases))
+    with ThreadPoolExecutor(max(1, len(named))) as pool:
+        answers = list(pool.map(lambda base: services.probe(services.models_url(base)), named))
+    return {base for base, problem in zip(named, answers, strict=True) if problem}
 
 
 def marker_of(config: Config | None) -> str:

@@ -22,7 +22,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from recipes.cluster.ports import node_problems, ray_ports
-from recipes.config.fits import FORM_FILE, form_problems
+from recipes.config.fits import FORM_FILE, form_problems, other_model_problems
 from recipes.errors import CheckpointError, InputError, LaunchError, Problem
 from recipes.files import nearest_existing, read_object
 from recipes.generation.engine_args import has_experts
@@ -36,6 +36,7 @@ from tools.draft.launch import Launch
 from tools.draft.mounts import mount_problems
 from tools.draft.nemo_rl.driver import code_problems, home_problems
 from tools.draft.nemo_rl.export import exported_for, override_problems, rules
+from tools.draft.provenance import read_run_lock
 from tools.draft.run_dir import lock_problems
 from tools.draft.slurm import NoAnswerError, ask
 from tools.draft.snapshot import read_code, untracked
@@ -210,6 +211,7 @@ def resume_findings(launch: Launch, root: Path) -> Iterator[Finding]:
     except CheckpointError as error:
         yield from as_findings("PTH009", error.problems)
         return
+    yield from model_findings(launch, found_whole)
     yield from as_findings("CFG005", window_problems(saved, launch.config, found_whole))
     yield from form_findings(launch, found_whole)
     file = launch.path("TRAIN_PATH")
@@ -221,13 +223,34 @@ def resume_findings(launch: Launch, root: Path) -> Iterator[Finding]:
         yield from as_findings("DAT014", identity_problems(saved.data, now, file, found_whole))
 
 
+def model_findings(launch: Launch, path: Path) -> Iterator[Finding]:
+    """Compare the model of a checkpoint with the one that the launch names, whose weights a resume does not read."""
+    model = launch.path("MODEL_PATH")
+    if model is None or launch.run_dir is None:
+        return
+    problems = other_model_problems(model, path)
+    yield from as_findings("PTH011", problems)
+    try:
+        before = str((read_run_lock(launch.run_dir).get("model") or {}).get("path") or "")
+    except LaunchError:  # the start names a damaged file
+        return
+    if before and not problems and before not in (str(model), str(model.resolve())):
+        wrong = f"the run began with {before}: it goes on from {path.name}, and reads no weights here"
+        yield found("PTH012", where=str(model), wrong=wrong, fix="give another EXP_NAME to train these weights")
+
+
 def form_findings(launch: Launch, path: Path) -> Iterator[Finding]:
     """Compare the optimizer of a checkpoint with the one that the configuration would build.
 
     A checkpoint of an older version does not say it in a file of its own; then the start alone compares them.
     """
     model, file = launch.path("MODEL_PATH"), path / "policy" / FORM_FILE
-    if launch.config is None or model is None or not (file.is_file() and (model / "config.json").is_file()):
+    if not file.is_file():
+        wrong = f"an older version saved it, without {FORM_FILE}: whether its optimizer fits is not known from here"
+        fix = "start the run with the parallel sizes and the optimizer of before: it compares them before it trains"
+        yield found("CFG007", where=str(path), wrong=wrong, fix=fix)
+        return
+    if launch.config is None or model is None or not (model / "config.json").is_file():
         return
     problems = form_problems(launch.config.policy, read_object(file), path, has_experts=has_experts(model))
     yield from as_findings("CFG006", problems)

@@ -75,22 +75,31 @@ KNOWN: Mapping[str, KnownAnswers] = {
 }
 
 
-async def find_wrong_judges(clients: Sequence[tuple[str, InProcessVerifier | GroupClient]]) -> list[Problem]:
-    """Return a problem for each environment, given with its type, that does not prefer the right answer."""
+class LateProblem(Problem):
+    """Of a judge that may be right, and has not answered within the time."""
+
+
+async def find_wrong_judges(
+    clients: Sequence[tuple[str, InProcessVerifier | GroupClient]], *, seconds: float
+) -> list[Problem]:
+    """Return a problem for each environment, given with its type, that does not prefer the right answer.
+
+    All are asked side by side, for so many seconds.
+    """
     asked = [(client, KNOWN[kind]) for kind, client in clients if kind in KNOWN and client.judge is not None]
-    found = await asyncio.gather(*(_wrong(client, known) for client, known in asked))
+    found = await asyncio.gather(*(_wrong(client, known, seconds) for client, known in asked))
     return [problem for problem in found if problem is not None]
 
 
-async def _wrong(client: InProcessVerifier | GroupClient, known: KnownAnswers) -> Problem | None:
+async def _wrong(client: InProcessVerifier | GroupClient, known: KnownAnswers, seconds: float) -> Problem | None:
     assert client.judge is not None, "only environments with a judge are asked"
     judge = f"env.nemo_gym.{client.judge.name}"
     try:
-        async with asyncio.timeout(PROBE_SECONDS):
+        async with asyncio.timeout(seconds):
             verdicts = await _verdicts(client, known)
     except TimeoutError:
-        wrong = f"it has not judged two known answers for {client.name} within {PROBE_SECONDS:g} s"
-        return Problem(where=judge, wrong=wrong, fix="start its server, or give it fewer questions at once")
+        wrong = f"it has not judged two known answers for {client.name} within {seconds:g} s"
+        return LateProblem(where=judge, wrong=wrong, fix="start its server, or give it fewer questions at once")
     failed = next((verdict for verdict in verdicts if isinstance(verdict, NoVerdict)), None)
     if failed is not None:
         wrong = f"it gave no verdict on a known answer: {failed.reason}"

@@ -10,8 +10,7 @@ import pytest
 
 from recipes.environments.environments import Environments
 from recipes.environments.instances import ALL_VERIFIERS
-from recipes.environments.scoring import known_answers
-from recipes.environments.scoring.known_answers import KNOWN
+from recipes.environments.scoring.known_answers import KNOWN, PROBE_SECONDS
 from recipes.errors import ConfigError
 from recipes.grpo import setup
 from tests.configuration import block
@@ -61,10 +60,10 @@ def environments(url: str) -> Environments:
     return Environments.from_config(config_with(url), None)  # type: ignore[arg-type]
 
 
-def problems(url: str, servers: list[str]) -> list[str]:
+def problems(url: str, servers: list[str], *, seconds: float = PROBE_SECONDS) -> list[str]:
     made = environments(url)
     try:
-        return [str(problem) for problem in made.wrong_judges(servers)]
+        return [str(problem) for problem in made.wrong_judges(servers, seconds=seconds)]
     finally:
         made.close()
 
@@ -93,9 +92,8 @@ def test_a_judge_that_approves_of_everything_is_named(approving: str) -> None:
     assert all("env.nemo_gym.the_judge" in text and "worth" in text for text in found)
 
 
-def test_a_judge_that_does_not_answer_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(known_answers, "PROBE_SECONDS", 1.0)
-    [found] = problems("http://127.0.0.1:9/v1", ["over_refusal_detection"])
+def test_a_judge_that_does_not_answer_is_named() -> None:
+    [found] = problems("http://127.0.0.1:9/v1", ["over_refusal_detection"], seconds=1.0)
     assert "the_judge" in found and "within 1 s" in found
 
 

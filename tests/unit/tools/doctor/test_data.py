@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import threading
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from recipes.grpo.data import NO_LIMIT, few_rows
 from tests.configuration import block
 from tests.unit.tools.launch_case import PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tools.data.rows.validate import main
+from tools.doctor import data as doctor_data
+from tools.doctor import services
 from tools.doctor.machine import maker_of
 from tools.draft.launch import ROOT
 from tools.environments.check.judge import Judge
@@ -231,6 +234,27 @@ def test_the_command_that_lists_all_bad_rows_reads_them_as_the_launch_does(case,
     files = ["--train", str(case.directory / "train.jsonl"), "--val", str(case.directory / "val.jsonl")]
     assert main([*files, *shlex.split(words.removeprefix("ARGS="))]) == 2
     assert finding.problem.wrong.split(" (and in")[0] in capsys.readouterr().err
+
+
+def test_judges_that_answer_late_hold_the_doctor_for_a_moment_and_are_noted(case, monkeypatch):
+    """All are asked side by side: a start waits longer for them."""
+    over = threading.Event()
+    row = {**KNOWN["multichallenge"].row, "agent_ref": {"name": "multichallenge_simple_agent"}}
+    other = {**KNOWN["inverse_if"].row, "agent_ref": {"name": "inverse_if_simple_agent"}}
+    case.write_rows("train.jsonl", row, other)
+    assert doctor_data.JUDGE_SECONDS + services.PROBE_SECONDS < 60.0
+    monkeypatch.setattr(doctor_data, "JUDGE_SECONDS", 1.0)
+    with closing(Judge()) as judge:
+        monkeypatch.setattr(judge, "says", lambda _request: str(over.wait(120)))
+        server = f"{{responses_api_models: {{vllm_model: {{model: m, base_url: '{judge.url}'}}}}}}"
+        names = ("multichallenge", "inverse_if")
+        asks = (f"env.nemo_gym.{n}={{resources_servers: {{{n}: {{judge_model_server: {{name: j}}}}}}}}" for n in names)
+        monkeypatch.setattr(services, "probe", lambda _url: "")
+        said = case.examine("", "env.judge_probe='refuse'", f"env.nemo_gym.j={server}", *asks)
+        over.set()
+    found = [finding for finding in said if finding.code in ("JDG006", "JDG007")]
+    assert [finding.code for finding in found] == ["JDG007"] * 2, said
+    assert all("within 1 s" in finding.problem.wrong for finding in found)
 
 
 @pytest.mark.parametrize(("choice", "code"), [("refuse", "JDG006"), ("warn", "JDG007"), ("off", None)])

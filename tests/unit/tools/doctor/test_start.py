@@ -26,7 +26,7 @@ from recipes.grpo.setup import _open_data, _saved_state, _validation
 from recipes.sinks import import_wandb
 from recipes.weight_files import read_weights
 from tests.unit.grpo.checkpoint_case import group
-from tests.unit.tools.launch_case import ENOUGH, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
+from tests.unit.tools.launch_case import ENOUGH, MODEL, PLACEHOLDER_ROW, ROW, LaunchCase, write_case
 from tests.weight_headers import safetensors
 from tools.doctor import machine, model, services
 
@@ -63,8 +63,8 @@ def write(case: LaunchCase, name: str, content: bytes) -> None:
     (case.export.parent / "COMPLETE").write_text(json.dumps(files), encoding="utf-8")
 
 
-def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False, parts: int = 1) -> Path:
-    """Save step 4 of the run, with a group `age` steps old and an optimizer in `parts` parts."""
+def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False, parts: int = 1, **model: object) -> Path:
+    """Save step 4 of the run, with a group `age` steps old, an optimizer in `parts` parts, and a model of this form."""
     root, data = case.directory / "results" / "exp" / "checkpoints", PromptDataset(case.directory / "train.jsonl")
     drawn = PromptStream(data, num_epochs=1, shuffle=shuffle, seed=42).draw(0)
     assert drawn is not None
@@ -79,6 +79,9 @@ def save(case: LaunchCase, *, age: int = 0, shuffle: bool = False, parts: int = 
     identity = DataIdentity(sha256=data.sha256, num_rows=len(data), shuffle=shuffle, seed=42)
     temporary = make_directory(root, 4)
     write_state(temporary, SavedState(step=4, data=identity, collector=collector, ledger=(), metrics={}))
+    (temporary / "hf").mkdir()
+    own = json.loads((case.export / "config.json").read_bytes())
+    (temporary / "hf" / "config.json").write_text(json.dumps(own | model), encoding="utf-8")
     (temporary / "policy").mkdir()
     (temporary / "policy" / "weights").write_bytes(b"weights")
     keys = optimizer_keys(require_valid(load_config(TINY, [ENOUGH])).policy, has_experts=False)
@@ -143,6 +146,7 @@ REFUSALS = {
     "a checkpoint of rows since changed": Refusal(
         "DAT014", lambda case: (save(case), case.write_rows("train.jsonl", ROW, ROW))
     ),
+    "a checkpoint of another model": Refusal("PTH011", lambda case: save(case, num_hidden_layers=7)),
     "a checkpoint that waits with too old groups": Refusal("CFG005", lambda case: save(case, age=7)),
     "an optimizer of another form": Refusal(
         "CFG006",
@@ -298,3 +302,37 @@ def test_every_refusal_of_a_start_is_in_the_table() -> None:
                     refusing.add(f"{name} {function.name}")
     assert refusing == set(SAID_BY)
     assert {text for text in SAID_BY.values() if " " in text and text in REFUSALS} <= set(REFUSALS)
+
+
+def test_a_checkpoint_of_another_model_is_named_with_what_differs(case: LaunchCase) -> None:
+    other = {name: 7 for name in MODEL if name != "architectures"} | {"architectures": ["Another"]}
+    path = save(case, **other, torch_dtype="float64", eos_token_id=5, transformers_version="0", of_a_newer_version=1)
+    [finding] = [finding for finding in case.examine(LAUNCHER="local") if finding.code == "PTH011"]
+    assert finding.problem.where == str(case.export)
+    named = 'architectures is ["Qwen3ForCausalLM"], was ["Another"], max_position_embeddings is 262144, was 7, '
+    named += "num_attention_heads is 4, was 7 and 1 more"
+    assert finding.problem.wrong == f"another model than that of {path}: {named}"
+    assert "EXP_NAME" in finding.problem.fix and "MODEL_PATH" in finding.problem.fix
+
+
+@pytest.mark.parametrize("is_same", [True, False])
+def test_weights_that_a_resume_does_not_read_are_noted(case: LaunchCase, is_same: bool) -> None:
+    path = save(case)
+    before = case.export if is_same else case.directory / "others"
+    lock = json.dumps({"model": {"path": str(before)}})
+    (path.parents[1] / "run.lock.json").write_text(lock, encoding="utf-8")
+    found = [finding for finding in case.examine(LAUNCHER="local") if finding.code == "PTH012"]
+    assert bool(found) != is_same
+    assert all(f"the run began with {before}: it goes on from step_000004" in one.problem.wrong for one in found)
+    assert all(one.severity == "note" for one in found)
+
+
+def test_what_a_checkpoint_of_an_older_version_does_not_say_is_said(case: LaunchCase) -> None:
+    path = save(case)
+    (path / "policy" / FORM_FILE).unlink()
+    sums = json.loads((path / "COMPLETE").read_bytes())
+    del sums[f"policy/{FORM_FILE}"]
+    (path / "COMPLETE").write_text(json.dumps(sums), encoding="utf-8")
+    [finding] = case.examine(LAUNCHER="local")
+    assert (finding.code, finding.severity, finding.problem.where) == ("CFG007", "note", str(path))
+    assert "whether its optimizer fits is not known from here" in finding.problem.wrong
