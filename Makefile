@@ -62,7 +62,7 @@ NAMED = $(shell grep -ohE '[A-Z][A-Z0-9_]+' $(MAKEFILE_LIST) tools/draft/contrac
 UNREAD := $(if $(GIVEN),$(filter-out $(NAMED),$(GIVEN)))
 $(if $(UNREAD),$(error got $(UNREAD), which nothing here reads; expected variables of the Makefile or of \
 tools/draft/contract.py: correct the name, or put it before `make` when a program that is started reads it))
-ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4 nano-rl nano-dpo
+ALL_STAGES := stage1.1 stage1.2 stage1.3 stage2.1 stage2.2 stage3 stage4 mopd nano-rl nano-dpo
 # What a target reads is in its `#=` lines; a sub-make has the variables of all targets of the command.
 READS_OF = $(shell awk -v target='$(if $(filter stage% $(ALL_STAGES),$(1)),stage1.1,$(1))' '/^[a-z0-9._-]+:.*##/ { is_it = index($$0, target ":") == 1 } \
   is_it && /^#=/' $(firstword $(MAKEFILE_LIST)))
@@ -155,19 +155,11 @@ try: $(READY) ##* train your model on your rows and reward, all in one; run it a
 DRY = $(filter-out false 0 no,$(DRY_RUN))
 # At scale tiny on this machine rules judge the wide blend, as long as the command runs.
 JUDGED = $(if $(filter tiny/local/wide,$(SCALE)/$(LAUNCHER)/$(BLEND)),$(PYTHON) -m tools.tiny.rule_judge --)
-# Only the wide warm-up has seen tools, repositories and preferences: a chain that comes to their stages starts from it.
-AT_TINY = $(filter tiny,$(SCALE))$(MODEL_PATH)
-# The tiny chain's model has no multi-token heads for stage 4, which starts from another one there.
-CHAIN = $(or $(STAGES),$(filter-out $(if $(filter tiny,$(SCALE)),stage4),$(filter stage%,$(ALL_STAGES))))
-IS_LONG = $(filter stage2.1 stage2.2 stage3,$(CHAIN))
-CHAIN_START = $(if $(filter tiny,$(AT_TINY)),$(if $(filter stage1.1,$(CHAIN)),$(if \
-$(IS_LONG),MODEL_PATH=$(CURDIR)/models/tiny-wide-sft)))
-# On this machine a tiny chain first makes its rows, its images and its SFT checkpoint, where they are not there yet.
+# On this machine a tiny chain first makes its rows, its images and its start weights, where they are not there yet.
 CHAIN_MAKES = $(if $(filter tiny/local/,$(SCALE)/$(LAUNCHER)/$(MODEL_PATH)),$(PYTHON) -m tools.tiny.prepare \
---models models --data data $(if $(filter stage2.2,$(CHAIN)),--with-containers) $(if \
-$(IS_LONG)$(filter wide,$(BLEND)),--blend wide))
+--models models --data data $(if $(filter wide,$(BLEND)),--blend wide) --stages '$(STAGES)')
 
-PIPELINE = $(PYTHON) -m tools.launch.pipeline --stages "$(if $(filter tiny,$(SCALE)),$(CHAIN),$(STAGES))" $(if $(and $(DRY),$(CHAIN_MAKES)),--first "$(CHAIN_MAKES)")
+PIPELINE = $(PYTHON) -m tools.launch.pipeline --stages "$(STAGES)" $(if $(and $(DRY),$(CHAIN_MAKES)),--first "$(CHAIN_MAKES)")
 
 COMMA := ,
 # Rows of your own become data/own-NAME before a launch, beside a copy of the reward that scores them.
@@ -199,7 +191,8 @@ stage2.1: ## software engineering, single-step edits (swe1)
 stage2.2: ## software engineering, whole instances in containers (swe2)
 stage3: ## RLHF with a generative reward model (rlhf)
 stage4: ## MTP healing: the multi-token heads learn the policy's answers (healing)
-nano-rl: ## Nemotron 3 Nano: one stage of GRPO (nano3-grpo); not in `make pipeline`
+mopd: ## a student learns from several teachers (distillation), at scale tiny
+nano-rl: ## Nemotron 3 Nano: one stage of GRPO (nano3-grpo); in a pipeline only by its name
 nano-dpo: ## DPO against calls of tools that do not exist, after nano-rl (nano3-dpo)
 $(ALL_STAGES): $(READY)
 	@$(if $(ROWS),$(if $(DRY),echo "first: make data-import ROWS=$(ROWS) REWARD=$(REWARD)" >&2,$(OWN_FIRST)),$(if $(REWARD),$(error REWARD scores the rows of ROWS: give ROWS=my.jsonl)))
@@ -211,8 +204,8 @@ stage%: $(READY) # the launcher answers a stage that does not exist with the nam
 pipeline: $(READY) ##* run all stages in order, each from its parent's export; run it again to resume
 #= STAGES="stage1.1 stage2.1" MODEL_PATH BLEND SCALE PLATFORM, those of a launch
 #= ARGS=--report (only the page about the chain)
-	@$(if $(CHAIN_MAKES),$(if $(DRY),,$(CHAIN_START) $(PIPELINE) --check $(ARGS) && $(CHAIN_MAKES)))
-	@$(CHAIN_START) $(JUDGED) $(PIPELINE) $(ARGS)
+	@$(if $(CHAIN_MAKES),$(if $(DRY),,$(PIPELINE) --check $(ARGS) && $(CHAIN_MAKES)))
+	@$(JUDGED) $(PIPELINE) $(ARGS)
 
 .PHONY: doctor
 doctor: $(READY) ##* report every problem of a planned launch, each with a code and a fix
@@ -358,7 +351,8 @@ export-hf: $(READY) ## turn a checkpoint into a Hugging Face directory, on one p
 .PHONY: tiny
 tiny: $(READY) ## make what SCALE=tiny needs: data/tiny and an SFT checkpoint, models/tiny-MODEL-sft
 #= BLEND=wide (for the wide blend, and for stages 2.1, 2.2 and 3: models/tiny-wide-sft)
-#= BLEND=tools (for nano-dpo: models/tiny-tools-sft)
+#= BLEND=tools (for nano-rl and nano-dpo: models/tiny-tools-sft)
+#= BLEND=teachers (for mopd: models/tiny-teacher-...)
 #= MODEL=nemotron-h|nemotron-dense|qwen3|qwen3-moe|smollm2
 	$(BEFORE)
 	$(PYTHON) -m tools.tiny.prepare --models models --data data $(if $(BLEND),--blend $(BLEND)) $(if $(MODEL),--model $(MODEL))

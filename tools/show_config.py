@@ -77,7 +77,7 @@ def golden_files() -> dict[Path, str]:
     files = {
         GOLDEN / path.relative_to(CONFIG_DIR): _golden(with_defaults(load_config(path)), base) for path in overlays
     }
-    stages = {config_path(stage, "prod", "h100") for stage in load_stages()}
+    stages = {config_path(stage, "prod", "h100") for stage in load_stages() if stage.configs["prod"]}
     return files | {GOLDEN / "nemo_rl" / path.relative_to(CONFIG_DIR): _golden_export(path) for path in sorted(stages)}
 
 

@@ -226,7 +226,8 @@ def test_the_commands_after_smoke_take_the_model_that_it_makes() -> None:
     assert checkpoint_name("tiny", MADE["tiny"][2]) == made.name, "what `make tiny` makes, also before ablate"
     assert checkpoint_name("wide", MADE["wide"][2]) == Path(WIDE_MODEL).name
     assert checkpoint_name("tools", MADE["tools"][2]) == Path(TOOLS_MODEL).name
-    assert len({checkpoint_name(blend, model) for blend in MADE for model in BUILDERS}) == len(MADE) * len(BUILDERS)
+    own = MADE.keys() - {"teachers"}  # whose student is the plain one
+    assert len({checkpoint_name(blend, model) for blend in own for model in BUILDERS}) == len(own) * len(BUILDERS)
     assert f"--model {made} " in dry_run("profile").stdout
     assert checkpoint_name("tiny", "qwen3") == Path(TINY_DENSE_MODEL).name
     assert "--model qwen3" in " ".join(dry_run("bench-train").stdout.split())
@@ -308,23 +309,18 @@ def test_what_the_unit_tier_does_not_collect_is_of_another_tier(folder, mark):
         assert re.search(rf"pytest\.mark\.{mark}\b", marks), path.name
 
 
-WIDE_SFT = f"MODEL_PATH={ROOT}/models/tiny-wide-sft"
-
-
 @pytest.mark.parametrize(
-    ("words", "makes", "starts"),
+    ("words", "makes"),
     [
-        (["LAUNCHER=local"], "--with-containers --blend wide", WIDE_SFT),
-        (["LAUNCHER=local", "STAGES=stage1.1 stage2.2"], "--with-containers --blend wide", WIDE_SFT),
-        (["LAUNCHER=local", "STAGES=stage1.1 stage2.1"], "--models models --data data --blend wide", WIDE_SFT),
-        (["LAUNCHER=local", "STAGES=stage1.1 stage1.2"], "--models models --data data", ""),
-        (["LAUNCHER=local", "BLEND=wide", "STAGES=stage1.1"], "--blend wide", ""),
-        (["LAUNCHER=local", "MODEL_PATH=/sft"], "", ""),
-        (["LAUNCHER=local", "DRY_RUN=1"], "", WIDE_SFT),
-        (["LAUNCHER=slurm"], "", WIDE_SFT),
+        (["LAUNCHER=local"], "--models models --data data --stages ''"),
+        (["LAUNCHER=local", "STAGES=stage1.1 mopd"], "--models models --data data --stages 'stage1.1 mopd'"),
+        (["LAUNCHER=local", "BLEND=wide", "STAGES=stage1.1"], "--blend wide --stages 'stage1.1'"),
+        (["LAUNCHER=local", "MODEL_PATH=/sft"], ""),
+        (["LAUNCHER=local", "DRY_RUN=1"], ""),
+        (["LAUNCHER=slurm"], ""),
     ],
 )
-def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[str], makes: str, starts: str) -> None:
+def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[str], makes: str) -> None:
     lines = dry_run("pipeline", "SCALE=tiny", *words).stdout.splitlines()
     prepared = [line for line in lines if "tools.tiny.prepare" in line]
     [run] = [line for line in lines if "tools.launch.pipeline" in line and "--check" not in line]
@@ -334,9 +330,6 @@ def test_a_tiny_pipeline_on_this_machine_makes_what_it_starts_from(words: list[s
         return
     assert len(prepared) == bool(makes)
     assert all(" ".join(line.split()).endswith(makes) for line in prepared)
-    assert run.split()[0] == starts or not starts
-    assert ("MODEL_PATH" in run) is bool(starts)
-    assert "stage4" not in run  # the chain's model has no heads
 
 
 def test_the_longest_tier_installs_every_agent_program() -> None:

@@ -50,7 +50,7 @@ def _sizes(stage: Stage) -> tuple[str, ...]:
             split = f"{sizes.train_gpus} + {sizes.generation_gpus} GPUs"
         nodes.append(f"{sizes.num_nodes} ({split})")
     if policy is None or sizes is None:
-        return ("not built yet", "", "", "", "")
+        return ("at scale tiny alone" if stage.configs.get("tiny") else "not built yet", "", "", "", "")
     return (*reversed(nodes), f"{policy.max_total_sequence_length:,}", f"{sizes.samples_per_step:,}")
 
 

@@ -178,7 +178,8 @@ def maker_of(path: Path) -> str:
     """Return the command that makes a missing file of rows, by the directory that a stage's rows are in."""
     name = path.parent.name.removesuffix("-good")
     if name.startswith("tiny-"):
-        return {"tiny-nano": "make tiny", "tiny-tools": "make tiny BLEND=tools"}.get(name, "make tiny BLEND=wide")
+        blends = {"tiny-nano": "tools", "tiny-tools": "tools", "tiny-taught": "teachers"}
+        return f"make tiny BLEND={blends.get(name, 'wide')}"
     return f"make data BLEND={name}" if name in _blends() else "make data"
 
 

@@ -34,7 +34,7 @@ FILES = ("config.json", "tokenizer.json", SETTINGS)
 GPU_LOCK = Path(__file__).parents[2] / "containers" / "requirements-gpu.lock"
 COMPLETE = "COMPLETE"  # written last by recipes/grpo/checkpoint.py
 MAX_HASHED_BYTES = 2 * 2**30  # of one export: some seconds of reading
-FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones (BLEND=tools that of nano-dpo)"
+FIX = "set MODEL_PATH to a Hugging Face checkpoint; `make tiny` makes the tiny ones (BLEND=tools those of Nano)"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 EMBEDDING = re.compile(r"(?:^|\.)(?:embeddings?|embed_tokens)\.weight$")
 HEADS = "mtp."  # of the names of multi-token heads, which a checkpoint may lack

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from recipes.errors import ConfigError, LaunchError
 from recipes.sinks import import_wandb
 from tools.draft.findings import Finding, as_finding, as_findings, found
-from tools.draft.launch import HEADS_MODEL, ROOT, TINY_MODEL, WIDE_MODEL, Launch
+from tools.draft.launch import HEADS_MODEL, ROOT, TEACHERS, TINY_MODEL, TOOLS_MODEL, WIDE_MODEL, Launch
 from tools.draft.snapshot import SIDE_FILES, untracked
 from tools.hub import MODEL, HubName, repository_directory
 
@@ -138,7 +138,9 @@ def probe(url: str) -> str:
 def _made_by(model: str) -> str:
     """Return what to do for a model directory that is missing; one of the tiny ones is made by a command."""
     commands = {TINY_MODEL: "make tiny", HEADS_MODEL: "make tiny", WIDE_MODEL: "make tiny BLEND=wide"}
+    commands |= {TOOLS_MODEL: "make tiny BLEND=tools"}
     command = next((text for made, text in commands.items() if Path(made).name == Path(model).name), "")
+    command = "make tiny BLEND=teachers" if Path(model).name.startswith(Path(TEACHERS).name) else command
     return f"run `{command}`, which makes it, or correct the path" if command else "correct the path, or make the model"
 
 

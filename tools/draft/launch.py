@@ -32,6 +32,7 @@ from recipes.config.load import (
     config_path,
     find_stage,
     load_config,
+    load_stages,
     refusals,
     unset,
 )
@@ -46,11 +47,13 @@ from tools.draft.snapshot import CodeVersion, snapshot_path
 
 TINY_MODEL, WIDE_MODEL = "models/tiny-nemotron-h-sft", "models/tiny-wide-sft"
 HEADS_MODEL = "models/tiny-nemotron-h-heads-sft"  # that of stage 4: the chain's model is dense and has no heads
+TEACHERS = "models/tiny-teacher-"  # and what one teaches: of distillation, whose student is the tiny model
 TINY_DENSE_MODEL = "models/tiny-qwen3-sft"  # with which `make bench` measures
-TOOLS_MODEL, TOOLS_DATA = "models/tiny-tools-sft", "data/tiny-tools"  # of DPO: they call tools that do not exist
-HEALING, DPO = "healing", "nano3-dpo"  # stages whose tiny model is not that of the stage before
-OWN_TINY_MODELS = {HEALING: HEADS_MODEL, DPO: TOOLS_MODEL}
+TOOLS_MODEL = "models/tiny-tools-sft"  # that of Nano: it also calls tools that do not exist
+OWN_TINY_ROWS = {"distillation": "data/tiny-taught", "nano3-dpo": "data/tiny-tools"}  # by the name of the stage
+OWN_TINY_MODELS = {"healing": HEADS_MODEL, "distillation": TINY_MODEL, "nano3-grpo": TOOLS_MODEL}
 TINY_DATA = "data/tiny"
+OF_WIDE = ("swe1", "swe2", "rlhf")  # stages whose tasks only the wide warm-up has seen
 OWN_TINY_DATA = ("swe1", "swe2", "rlhf", "nano")  # blends of the stages whose rows data/tiny does not have
 TINY_IMAGES = "images"  # below the rows of a stage whose tasks need images
 WIDE = "wide"  # the other blend of stages 1.1 to 1.3 at scale tiny
@@ -90,11 +93,49 @@ def is_wide_blend(environ: Mapping[str, str]) -> bool:
 
 def tiny_data(stage: Stage, *, is_wide: bool) -> str:
     """Return the directory of a stage's rows at scale tiny."""
-    if stage.name == DPO:
-        return TOOLS_DATA
+    if stage.name in OWN_TINY_ROWS:
+        return OWN_TINY_ROWS[stage.name]
     if stage.blend in OWN_TINY_DATA:
         return f"{TINY_DATA}-{stage.blend}"
     return f"{TINY_DATA}-{WIDE}" if is_wide else TINY_DATA
+
+
+def own_tiny_model(stage: Stage, environ: Mapping[str, str]) -> str | None:
+    """Return the model that a stage starts from at scale tiny whatever came before it; None where its parent's."""
+    return OWN_TINY_MODELS.get(stage.name) if scale_of(environ) == "tiny" else None
+
+
+def parents_of(stage: Stage) -> Iterator[str]:
+    """Yield the ids of a stage's parent, of that one's parent, and so on."""
+    while stage.after:
+        yield stage.after
+        stage = find_stage(stage.after)
+
+
+def chosen_stages(names: Sequence[str]) -> list[Stage]:
+    """Return the named stages in the order of the stage table; without a name the first and all that descend from it.
+
+    Raises `LaunchError`.
+    """
+    table, problems, chosen = load_stages(), [], set()
+    for name in names:
+        try:
+            chosen.add(find_stage(name, table, where="STAGES").id)
+        except InputError as error:
+            problems += error.problems
+    if problems:
+        raise LaunchError(problems)
+    chosen |= set() if names else {stage.id for stage in table if table[0].id in (stage.id, *parents_of(stage))}
+    return [stage for stage in table if stage.id in chosen]
+
+
+def start_of(stages: Sequence[Stage], environ: Mapping[str, str], root: Path) -> str:
+    """Return the model from which stages run one after the other begin at scale tiny; empty where the table says it.
+
+    Only the wide warm-up has seen tools, repositories and preferences: a chain that comes to them starts from it.
+    """
+    is_long = scale_of(environ) == "tiny" and stages[0].after is None and any(one.name in OF_WIDE for one in stages)
+    return str(root / WIDE_MODEL) if is_long and own_tiny_model(stages[0], environ) is None else ""
 
 
 def experiment(stage: Stage, scale: str, *, is_wide: bool = False) -> str:
@@ -119,7 +160,7 @@ class StageDefaults:
     config: Path
     data: Path  # directory of the rows
     results: Path
-    parent: str  # name of the parent stage's run, without what a configuration of the user's choice adds
+    parent: str  # name of the run whose export it starts from, without what a configuration of the user's choice adds
     model: Path | None  # start weights; None when only the user knows
 
 
@@ -132,21 +173,22 @@ def stage_defaults(stage: Stage, environ: Mapping[str, str], root: Path) -> Stag
     results = root / (environ.get("RESULTS_DIR") or "results")
     config = config_path(stage, scale, platform_of(environ))
     own = suffix_of(environ, config)
-    data = root / (tiny_data(stage, is_wide=is_wide) if scale == "tiny" else f"data/{stage.blend}")
+    has_wide_rows = is_wide and stage.name.startswith("rlvr")
+    data = root / (tiny_data(stage, is_wide=has_wide_rows) if scale == "tiny" else f"data/{stage.blend}")
     good = data.with_name(f"{data.name}-good")  # the rows whose images `make sif-check` found good
-    parent = experiment(find_stage(stage.after), scale, is_wide=is_wide) if stage.after else ""
-    own_model = OWN_TINY_MODELS.get(stage.name) if scale == "tiny" else None
+    own_model = own_tiny_model(stage, environ)
+    parent = experiment(find_stage(stage.after), scale, is_wide=is_wide) if stage.after and not own_model else ""
     tiny = own_model or (WIDE_MODEL if is_wide else TINY_MODEL)
     first = root / tiny if scale == "tiny" else None
     run = f"{parent}{own}" if (results / f"{parent}{own}").is_dir() else parent
     return StageDefaults(
         stage=stage,
         name=f"{experiment(stage, scale, is_wide=is_wide)}{own}",
-        config=config.with_name(WIDE_CONFIG) if is_wide and stage.blend.startswith("rlvr") else config,
+        config=config.with_name(WIDE_CONFIG) if has_wide_rows else config,
         data=good if "sif" in stage.requires and (good / "manifest.json").is_file() else data,
         results=results,
         parent=parent,
-        model=results / run / EXPORT if parent and not own_model else first,
+        model=results / run / EXPORT if parent else first,
     )
 
 

@@ -19,34 +19,16 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from recipes.config.load import Stage, find_stage, load_stages
-from recipes.errors import InputError, LaunchError, Problem, RecipeError
+from recipes.errors import LaunchError, Problem, RecipeError
 from tools.command_line import TRUE, exit_status
 from tools.data.files.fetch import fetch_model
 from tools.doctor.examine import examine
 from tools.draft.findings import Finding, forced, found
-from tools.draft.launch import ROOT, scale_of
+from tools.draft.launch import ROOT, chosen_stages, parents_of, scale_of
 from tools.hub import hub_name
 from tools.launch.command import command_of, prepare, start_findings, unprepared
-from tools.launch.sequence import Link, Step, make_links, parents_of, paste, run_one_by_one, submit
+from tools.launch.sequence import Link, Step, make_links, paste, run_one_by_one, submit
 from tools.look.report.chain import ChainStage, summary_lines, write_chain
-
-
-def chosen_stages(names: Sequence[str]) -> list[Stage]:
-    """Return the named stages in the order of the stage table; without a name the first and all that descend from it.
-
-    Raises `LaunchError`.
-    """
-    table, problems, chosen = load_stages(), [], set()
-    for name in names:
-        try:
-            chosen.add(find_stage(name, table, where="STAGES").id)
-        except InputError as error:
-            problems += error.problems
-    if problems:
-        raise LaunchError(problems)
-    chosen |= set() if names else {stage.id for stage in table if table[0].id in (stage.id, *parents_of(stage))}
-    return [stage for stage in table if stage.id in chosen]
 
 
 def variable_problems(environ: Mapping[str, str], num_stages: int) -> list[Problem]:
@@ -133,8 +115,11 @@ def make_steps(links: Sequence[Link]) -> list[Step]:
 
 
 def left_out(links: Sequence[Link]) -> Iterator[str]:
-    """Yield a note for each stage that does not start from its own parent, since STAGES leaves that one out."""
+    """Yield a note for each stage that does not start from its parent: it needs another model, or STAGES lacks that."""
+    names = {link.stage.id for link in links}
     for link in links:
+        if link.parent is None and names.intersection(parents_of(link.stage)):
+            yield f"{link.stage.id}: it starts from {link.launch.contract['MODEL_PATH']}, which has what it trains"
         if link.parent is not None and link.parent.stage.id != link.stage.after:
             yield f"{link.stage.id}: it starts from {link.parent.stage.id}; {link.stage.after} is not in STAGES"
 
@@ -176,7 +161,13 @@ def run_pipeline(links: Sequence[Link], overrides: Sequence[str], *, is_dry: boo
 def report(links: Sequence[Link]) -> None:
     """Write the page about the chain, and say what each stage gained and where the page is."""
     stages = [
-        ChainStage(stage=link.stage.id, name=link.stage.blend, run_dir=link.run_dir, is_finished=link.is_finished)
+        ChainStage(
+            stage=link.stage.id,
+            name=link.stage.blend,
+            run_dir=link.run_dir,
+            is_finished=link.is_finished,
+            parent=link.parent.stage.id if link.parent else "",
+        )
         for link in links
     ]
     last = links[-1].run_dir

@@ -11,7 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -20,7 +20,17 @@ from recipes.config.load import Stage, find_stage
 from recipes.files import read_object, setting_of
 from recipes.grpo.checkpoint import complete_checkpoints
 from recipes.stop import EXIT_RESUME
-from tools.draft.launch import ROOT, Launch, experiment, is_wide_blend, read_launch, scale_of
+from tools.draft.launch import (
+    ROOT,
+    Launch,
+    experiment,
+    is_wide_blend,
+    own_tiny_model,
+    parents_of,
+    read_launch,
+    scale_of,
+    start_of,
+)
 from tools.launch.command import Command
 from tools.processes import caught, dies_with_parent
 
@@ -59,12 +69,17 @@ def make_links(
 ) -> list[Link]:
     """Read the launch of every stage. EXP_NAME goes before the name of each run, MODEL_PATH belongs to the first stage.
 
-    Each stage starts from the nearest of its parents that the pipeline runs: stages between them are left out.
+    Each stage starts from the nearest of its parents that the pipeline runs: stages between them are left out. At scale
+    tiny a stage that trains what its parent's model lacks starts from a model of its own, unless MODEL_PATH is given.
     """
+    is_given = bool(environ.get("MODEL_PATH"))
+    if not is_given and (start := start_of(stages, environ, root)):
+        environ = {**environ, "MODEL_PATH": start}
     results = (root / (environ.get("RESULTS_DIR") or "results")).resolve()
     links: dict[str, Link] = {}
     for stage in stages:
-        parent = next((links[name] for name in parents_of(stage) if name in links), None)
+        has_own = not is_given and own_tiny_model(stage, environ) is not None
+        parent = None if has_own else next((links[name] for name in parents_of(stage) if name in links), None)
         variables = stage_variables(stage, parent, environ if not links else without_model(environ), results)
         launch = checked = read_launch(stage.id, overrides, {**environ, **variables}, root)
         if parent is not None and not parent.is_finished:
@@ -85,13 +100,6 @@ def make_links(
     return list(links.values())
 
 
-def parents_of(stage: Stage) -> Iterator[str]:
-    """Yield the ids of a stage's parent, of that one's parent, and so on."""
-    while stage.after:
-        yield stage.after
-        stage = find_stage(stage.after)
-
-
 def stage_variables(stage: Stage, parent: Link | None, environ: Mapping[str, str], results: Path) -> dict[str, str]:
     """Return the name and the start weights of one stage's run; empty weights are left to the stage table."""
     prefix, scale, is_wide = environ.get("EXP_NAME", ""), scale_of(environ), is_wide_blend(environ)
@@ -103,7 +111,7 @@ def stage_variables(stage: Stage, parent: Link | None, environ: Mapping[str, str
     model = environ.get("MODEL_PATH", "")
     if parent is not None:
         model = str(parent.export)
-    elif prefix and stage.after and not model:
+    elif prefix and stage.after and not model and own_tiny_model(stage, environ) is None:
         model = str(results / run_name(find_stage(stage.after)) / CHECKPOINTS / "latest" / "hf")
     return {"EXP_NAME": run_name(stage), "MODEL_PATH": model}
 

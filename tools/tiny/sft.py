@@ -12,18 +12,19 @@ import math
 import shutil
 import time
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from recipes.files import read_object
+from recipes.files import read_object, sha256_of
 from tools.tiny import judged_tasks, program_tasks, repositories, text_tasks, tool_tasks
 from tools.tiny.make_blend import WIDE_TASKS
 from tools.tiny.model import BUILDERS, build_tokenizer
 from tools.tiny.tasks import TASKS, Fields, Reply, TinyProblem, TinyTask, demonstrate
 
 METADATA = "tiny_sft.json"
+WEIGHTS = "model.safetensors"
 CODE = ("chat_template.jinja", "model.py", "sft.py")  # the checkpoint is made again when one changes
 # What the chat template writes between two turns of the assistant.
 TOOL_TURN = "\n<|im_start|>tool\n{}<|im_end|>\n<|im_start|>assistant\n<think>\n"
@@ -51,13 +52,15 @@ class SftSettings:
     batch: tuple[int, ...] = (18, 12, 22, 12)  # conversations per step and task
     parts: int = 1  # a batch is trained in so many parts, the short conversations first: less padding
     more_words: tuple[str, ...] = ()  # pieces of the tokenizer beside those that every tiny model has
+    start: Path | None = None  # a checkpoint of this model to go on from; None: random weights
 
     @property
     def recipe(self) -> dict[str, Any]:
         """What decides the weights, beside the conversations and the code."""
         names = ("seed", "model", "steps", "lr", "warmup_steps", "weight_decay", "parts")
         listed = {"batch": list(self.batch), "more_words": list(self.more_words)}
-        return {name: getattr(self, name) for name in names} | listed
+        start = {"start_sha256": sha256_of(self.start / WEIGHTS)} if self.start else {}
+        return {name: getattr(self, name) for name in names} | listed | start
 
 
 def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
@@ -80,11 +83,21 @@ def wide_settings(*, seed: int, model: str = "qwen3") -> SftSettings:
 
 
 def tools_settings(*, seed: int, model: str = "nemotron-h") -> SftSettings:
-    """Return the warm-up of a model that calls tools, also some that are not there."""
-    words = (*tool_tasks.WORDS, *tool_tasks.OFFERED)
+    """Return the warm-up of a model that also calls tools, some of which are not there."""
     return SftSettings(
-        seed=seed, model=model, steps=240, tasks=(tool_tasks.OFFERED_CALLS,), batch=(32,), more_words=words
+        seed=seed,
+        model=model,
+        tasks=(*TASKS, tool_tasks.OFFERED_CALLS),
+        batch=(14, 10, 16, 10, 22),
+        more_words=(*tool_tasks.WORDS, *tool_tasks.OFFERED),
     )
+
+
+def teacher_settings(*, seed: int, start: Path, task: TinyTask) -> SftSettings:
+    """Return what makes the teacher of a task of a checkpoint: it goes on, and sees only right answers to that task."""
+    model = read_object(start / METADATA)["recipe"]["model"]
+    right = replace(task, wrong_share=0.0)
+    return SftSettings(seed=seed, model=model, steps=80, lr=1e-3, tasks=(right,), batch=(32,), start=start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +175,7 @@ def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collec
     torch.set_num_threads(1)
     try:
         tokenizer = build_tokenizer(settings.more_words)
-        model = BUILDERS[settings.model](tokenizer, seed=settings.seed)
+        model = _start_weights(tokenizer, settings)
         losses = _train(model, tokenizer, settings, held_out)
     finally:
         torch.set_num_threads(num_threads)
@@ -170,6 +183,16 @@ def make_sft_checkpoint(directory: Path, settings: SftSettings, held_out: Collec
     metadata = {"recipe": recipe, "final_loss": round(sum(losses[-20:]) / len(losses[-20:]), 4), "steps": len(losses)}
     _save(directory, model, tokenizer, metadata)
     print(f"sft: {directory} written after {seconds:.0f} s, loss {metadata['final_loss']}")
+
+
+def _start_weights(tokenizer: Any, settings: SftSettings) -> Any:
+    """Return the model before its first step."""
+    if settings.start is None:
+        return BUILDERS[settings.model](tokenizer, seed=settings.seed)
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(settings.start, dtype=torch.float32)
 
 
 def _differences(directory: Path, recipe: dict[str, Any]) -> list[str]:

@@ -188,7 +188,7 @@ def test_a_run_writes_the_values_of_its_verifiers_down(tmp_path: Path) -> None:
     assert line == f"configuration: {key}: was False, is True"
 
 
-@pytest.mark.parametrize("stage", load_stages(), ids=lambda stage: stage.id)
+@pytest.mark.parametrize("stage", [one for one in load_stages() if one.configs["prod"]], ids=lambda stage: stage.id)
 def test_the_values_of_verifiers_written_out_change_no_server(stage: Stage) -> None:
     loaded = load_config(config_path(stage, "prod", "h100"))
     plain, whole = (

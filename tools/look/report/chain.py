@@ -28,6 +28,7 @@ class ChainStage:
     name: str  # of its blend
     run_dir: Path
     is_finished: bool
+    parent: str = ""  # the stage of the chain whose export it starts from; empty: it begins with a model of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,9 +39,18 @@ class _Trained:
     run: RunData | None
 
     def gain(self, metric: str) -> Gain | None:
-        """Return the gain on the held-out rows; None where they were not measured twice."""
+        """Return the gain on the held-out rows; None where they were not measured twice.
+
+        Where the policy stays as it is and its multi-token heads are trained, that of the share of accepted drafts.
+        """
+        if self.run is not None and self.heals:
+            return _accepted(self.run) if metric == SAMPLED else None
         gain = gain_of(self.run, metric) if self.run else None
         return gain if gain and gain.first_step < gain.last_step else None
+
+    @property
+    def heals(self) -> bool:
+        return self.run is not None and bool(self.run.setting("policy.megatron_cfg.freeze_trunk"))
 
     @property
     def training_seconds(self) -> float:
@@ -53,6 +63,16 @@ class _Trained:
         started, updated = status.get("started"), status.get("updated")
         known = isinstance(started, int | float) and isinstance(updated, int | float)
         return max(0.0, updated - started) if known else None  # type: ignore[operator]
+
+
+def _accepted(run: RunData) -> Gain | None:
+    """Return the share of drafts that engines accepted in its first and last steps: its rows are new to the heads."""
+    column = run.column("train/vllm/spec_acceptance_rate")
+    count = min(3, len(column.values) // 2)
+    if not count:
+        return None
+    before, after = (sum(values) / count for values in (column.values[:count], column.values[-count:]))
+    return Gain(first_step=column.steps[0], last_step=column.steps[-1], before=before, after=after)
 
 
 def write_chain(stages: Sequence[ChainStage], out: Path) -> Path:
@@ -70,7 +90,8 @@ def summary_lines(stages: Sequence[ChainStage]) -> list[str]:
     lines = []
     for stage in stages:
         one = _Trained(of=stage, run=_load(stage.run_dir))
-        gains = [(kind, one.gain(metric)) for kind, metric in (("sampled", SAMPLED), ("greedy", GREEDY))]
+        kinds = (("drafts accepted" if one.heals else "sampled", SAMPLED), ("greedy", GREEDY))
+        gains = [(kind, one.gain(metric)) for kind, metric in kinds]
         told = [f"{kind} {gain.before:.3f} -> {gain.after:.3f} ({gain.delta:+.3f})" for kind, gain in gains if gain]
         state = "" if stage.is_finished else " (not finished)" if one.run else " (not begun)"
         lines.append(f"{stage.stage}{state}: {', '.join(told) or 'no gain measured'}")
@@ -87,7 +108,9 @@ def _load(run_dir: Path) -> RunData | None:
 def _page(chain: Sequence[_Trained], out: Path) -> str:
     title = " to ".join(dict.fromkeys((chain[0].of.stage, chain[-1].of.stage)))
     style, verdict = _verdict(chain)
-    facts = [f"{len(chain)} stages, each from the export of the one before"]
+    own = ", ".join(one.of.stage for one in chain[1:] if not one.of.parent)
+    apart = f"; {own}: from a model of its own" if own else ""
+    facts = [f"{len(chain)} stages, each from the export of the one before{apart}"]
     if known := [one.seconds for one in chain if one.seconds is not None]:
         facts.append(f"{format_seconds(sum(known))} from start to end of all runs")
     facts.append(f"{format_seconds(sum(one.training_seconds for one in chain))} of it in training steps")

@@ -156,8 +156,9 @@ def test_validation_rows_that_are_training_rows_are_a_note(case):
     [
         ("tiny-swe2", "make tiny BLEND=wide"),
         ("tiny-rlhf", "make tiny BLEND=wide"),
-        ("tiny-nano", "make tiny"),
+        ("tiny-nano", "make tiny BLEND=tools"),
         ("tiny-tools", "make tiny BLEND=tools"),
+        ("tiny-taught", "make tiny BLEND=teachers"),
         ("rlvr1", "make data BLEND=rlvr1"),
         ("swe2-good", "make data BLEND=swe2"),
         ("tiny", "make data"),

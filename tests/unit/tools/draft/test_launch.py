@@ -35,10 +35,17 @@ def filled(name: str, environ: Mapping[str, str], root: Path) -> dict[str, str]:
 
 
 def test_a_stage_that_needs_another_tiny_model_does_not_start_from_the_one_before():
-    for stage, model in (("stage4", "tiny-nemotron-h-heads-sft"), ("nano-dpo", "tiny-tools-sft")):
-        assert filled(stage, {"SCALE": "tiny"}, ROOT)["MODEL_PATH"] == f"/checkout/models/{model}"
+    for stage, model in (("stage4", "nemotron-h-heads"), ("mopd", "nemotron-h"), ("nano-rl", "tools")):
+        assert filled(stage, {"SCALE": "tiny"}, ROOT)["MODEL_PATH"] == f"/checkout/models/tiny-{model}-sft"
     assert filled("nano-dpo", {"SCALE": "tiny"}, ROOT)["TRAIN_PATH"] == "/checkout/data/tiny-tools/train-split.jsonl"
     assert filled("nano-dpo", {}, ROOT)["MODEL_PATH"] == "/checkout/results/nano3-rl/checkpoints/latest/hf"
+
+
+def test_a_stage_with_a_model_of_its_own_asks_for_no_newer_parent(tmp_path):
+    save(tmp_path, "stage3-rlhf-tiny", 1.0)
+    environ = {"SCALE": "tiny", "RESULTS_DIR": str(tmp_path)}
+    launch = read_launch("stage4", [], {**environ, "LAUNCHER": "local"}, REPOSITORY)
+    assert "MDL012" not in {finding.code for finding in launch.findings}
 
 
 def test_first_stage_at_scale_tiny_needs_nothing():

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from recipes.errors import LaunchError
-from tools.draft.launch import read_launch
-from tools.launch.pipeline import chosen_stages, left_out, say
+from tools.draft.launch import chosen_stages, read_launch
+from tools.launch.pipeline import left_out, say
 from tools.launch.sequence import is_finished, make_links, run_forwarding, variable
 
 
@@ -52,6 +52,32 @@ def test_stage_whose_parent_is_left_out_starts_from_the_nearest_one_that_runs(tm
     say(left_out(links))
     assert "stage3: it starts from stage2.1; stage2.2 is not in STAGES" in capsys.readouterr().err
     assert not list(left_out(links[:1]))
+
+
+WIDE, HEADS, STUDENT, TOOLS = (f"tiny-{name}-sft" for name in ("wide", "nemotron-h-heads", "nemotron-h", "tools"))
+
+
+@pytest.mark.parametrize(
+    ("names", "variables", "starts"),
+    [
+        ("stage1.1 stage1.2", {}, [STUDENT, "stage1.1"]),
+        ("stage1.1 stage2.1", {}, [WIDE, "stage1.1"]),  # only the wide warm-up has seen stage 2.1's tasks
+        ("stage1.1 stage3 stage4 mopd nano-rl nano-dpo", {}, [WIDE, "stage1.1", HEADS, STUDENT, TOOLS, "nano-rl"]),
+        ("stage1.1 stage4", {"MODEL_PATH": "/with/heads"}, ["heads", "stage1.1"]),  # the user's model may have all
+        ("stage4", {"EXP_NAME": "mine"}, [HEADS]),
+    ],
+)
+def test_a_tiny_chain_gives_each_stage_a_model_that_can_do_it(tmp_path, names, variables, starts):
+    environ = {"SCALE": "tiny", "LAUNCHER": "local", "RESULTS_DIR": str(tmp_path), **variables}
+    links = make_links(chosen_stages(names.split()), [], environ)
+    for start, link in zip(starts, links, strict=True):
+        model = Path(link.launch.contract["MODEL_PATH"])
+        if link.parent is None:
+            assert model.name == start
+        else:
+            assert link.parent.stage.id == start and model.is_relative_to(tmp_path)
+    apart = [link.stage.id for link in links[1:] if link.parent is None and link.stage.id == "stage4"]
+    assert [line.partition(":")[0] for line in left_out(links) if "which has what it trains" in line] == apart
 
 
 @pytest.mark.parametrize(

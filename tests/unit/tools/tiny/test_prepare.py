@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from recipes.config.load import load_config
+from tools.draft.launch import chosen_stages
 from tools.tiny import from_gguf
-from tools.tiny.prepare import main
+from tools.tiny.prepare import blends_of, main
 
 OVERLAY = Path(__file__).resolve().parents[4] / "configs" / "tiny" / "smollm2.yaml"
 
@@ -19,7 +20,7 @@ def test_a_machine_without_containers_is_refused_before_anything_is_made(
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     data, models = tmp_path / "data", tmp_path / "models"
-    assert main(["--data", str(data), "--models", str(models), "--blend", "wide", "--with-containers"]) == 2
+    assert main(["--data", str(data), "--models", str(models), "--stages", "stage1.1 stage2.2"]) == 2
     assert "no program on this machine can run them" in capsys.readouterr().err
     assert not data.exists() and not models.exists()
 
@@ -48,3 +49,17 @@ def test_a_real_model_takes_no_other_blend(tmp_path: Path, capsys: pytest.Captur
     assert main(["--data", str(tmp_path / "data"), "--model", "smollm2", "--blend", "wide"]) == 2
     assert "--blend: smollm2 has rows of its own" in capsys.readouterr().err
     assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("names", "is_wide", "blends"),
+    [
+        ("", False, ["wide", "tiny"]),  # six stages, and the seventh, whose model has heads
+        ("stage1.1 stage1.2", False, ["tiny"]),
+        ("stage1.1 stage1.2", True, ["wide"]),
+        ("stage1.1 stage2.1 mopd", False, ["wide", "teachers"]),
+        ("nano-rl nano-dpo", False, ["tools"]),
+    ],
+)
+def test_a_chain_has_what_its_stages_need_and_no_more(names: str, is_wide: bool, blends: list[str]) -> None:
+    assert blends_of(chosen_stages(names.split()), is_wide=is_wide) == blends

@@ -58,6 +58,20 @@ def test_the_page_has_every_stage_with_its_gain_its_time_and_its_report(tmp_path
     assert summary_lines(stages)[1] == "stage3: sampled 1.250 -> 1.500 (+0.250), greedy 0.625 -> 0.750 (+0.125)"
 
 
+def test_a_stage_that_heals_gains_accepted_drafts_and_stages_apart_are_named(tmp_path: Path) -> None:
+    healing = write_stage(tmp_path, "stage4", [0.5, 0.5, 0.5, 0.5])
+    frozen = {"config": {"policy": {"megatron_cfg": {"freeze_trunk": True}}}}
+    (healing.run_dir / "resolved.json").write_text(json.dumps(frozen), encoding="utf-8")
+    rates = [{"step": step, "train/vllm/spec_acceptance_rate": step / 10} for step in (1, 2, 3, 4)]
+    with (healing.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"time": 1010.0, **record}) + "\n" for record in rates)
+    stages = [write_stage(tmp_path, "stage1.1", [0.25, 0.5]), healing]
+    assert summary_lines(stages)[1] == "stage4: drafts accepted 0.150 -> 0.350 (+0.200)"
+    text = text_of(page_of(stages, tmp_path))
+    assert "each gained on its held-out rows" in text
+    assert "stage4: from a model of its own" in text
+
+
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
