@@ -25,7 +25,7 @@ from recipes.files import sync_directory
 from tools.command_line import exit_status
 
 if TYPE_CHECKING:
-    from recipes.config.tree import PolicyConfig
+    from recipes.config.tree import PeftConfig, PolicyConfig
 
 _RESOLVED = "resolved.json"
 
@@ -36,7 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="export_hf", description=__doc__.partition("\n")[0])
     parser.add_argument("--checkpoint", type=Path, required=True, help="directory of a step: .../step_000010")
     parser.add_argument("--out", type=Path, required=True, help="directory to write; must not exist")
-    parser.add_argument("--model", type=Path, help="where config.json is from; default: the run's start weights")
+    of_model = "default: the run's start weights; of a run with adapters, a copy of them"
+    parser.add_argument("--model", type=Path, help=of_model)
     parser.add_argument("--tokenizer", type=Path, help="default: the run's tokenizer")
     options = parser.parse_args(arguments)
     checkpoint, out = options.checkpoint.resolve(), options.out
@@ -94,8 +95,22 @@ def _policy(checkpoint: Path, model: Path | None, tokenizer: Path | None) -> Pol
         base.policy,
         model_name=model_name,
         precision=precision,
+        megatron_cfg=replace(base.policy.megatron_cfg, peft=_peft(recorded)),
         tokenizer=replace(base.policy.tokenizer, name=tokenizer_name, chat_template=template),
     )
+
+
+def _peft(recorded: Mapping[str, Any]) -> PeftConfig:
+    """Return which adapters the run has trained; a run of an older version had none."""
+    from recipes.config.tree import PeftConfig
+
+    found = (recorded.get("megatron_cfg") or {}).get("peft")
+    base = load_config(BASE).repaired
+    assert base is not None, "the base configuration loads"
+    if found is None:
+        return base.policy.megatron_cfg.peft
+    lists = {key: tuple(found[key]) for key in ("target_modules", "exclude_modules")}
+    return PeftConfig(**{**found, **lists})
 
 
 def _recorded(path: Path) -> Mapping[str, Any]:

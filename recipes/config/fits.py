@@ -5,15 +5,18 @@ Checked before a launch, and again where a run starts.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.keys.derive import is_adapted, started_judges
 from recipes.errors import Problem
+from recipes.exact_json import dumps
 from recipes.files import read_object
 
 if TYPE_CHECKING:
@@ -234,11 +237,11 @@ def _adapter_problem(sizes: Mapping[str, Any], megatron: MegatronConfig) -> Prob
     got = json.dumps(list(peft.exclude_modules))
     if not kinds:
         expected = f"patterns that leave one of {', '.join(linear_modules(sizes))}"
-        fix = f"nothing would be trained; change it, or {_WHERE}peft.target_modules ({', '.join(peft.target_modules)})"
+        fix = f"change it, or {_WHERE}peft.target_modules = {json.dumps(list(peft.target_modules))}: nothing is trained"
         return Problem(where=where, got=got, expected=expected, fix=fix)
     if "experts" in kinds and (megatron.moe_grouped_gemm or megatron.expert_tensor_parallel_size > 1):
         why = "moe_grouped_gemm is true" if megatron.moe_grouped_gemm else "expert_tensor_parallel_size is above 1"
-        fix = f"routed experts get adapters only where each is a layer of one rank, and {why}; add it"
+        fix = f"add that pattern: {why}, and routed experts get adapters only where each is a layer of one rank"
         return Problem(where=where, got=got, expected="also mlp.experts.*", fix=fix)
     return None
 
@@ -284,12 +287,13 @@ def optimizer_keys(cfg: PolicyConfig, *, has_experts: bool) -> dict[str, Any]:
     megatron, ddp = cfg.megatron_cfg, cfg.megatron_cfg.distributed_data_parallel_config
     return {
         "policy.precision": cfg.precision,
-        f"{_WHERE}freeze_moe_router": megatron.freeze_moe_router and has_experts,
+        f"{_WHERE}freeze_moe_router": megatron.freeze_moe_router and has_experts and not megatron.peft.enabled,
         _FREEZES: megatron.freeze_trunk,
         _PEFT: adapters(megatron.peft),
         f"{_WHERE}optimizer.optimizer": megatron.optimizer.optimizer,
         f"{_WHERE}optimizer.use_distributed_optimizer": megatron.optimizer.use_distributed_optimizer,
-        _GROUPED: megatron.moe_grouped_gemm and has_experts,  # it decides the order of the weights
+        # It decides the order of the weights. Grouped experts have no adapters.
+        _GROUPED: megatron.moe_grouped_gemm and has_experts and not megatron.peft.enabled,
         f"{_WHERE}num_layers_in_first_pipeline_stage": megatron.num_layers_in_first_pipeline_stage,
         f"{_WHERE}num_layers_in_last_pipeline_stage": megatron.num_layers_in_last_pipeline_stage,
         f"{_WHERE}distributed_data_parallel_config.overlap_grad_reduce": ddp.overlap_grad_reduce,
@@ -299,13 +303,45 @@ def optimizer_keys(cfg: PolicyConfig, *, has_experts: bool) -> dict[str, Any]:
 
 def adapters(peft: PeftConfig) -> dict[str, Any] | None:
     """Return what decides which adapters there are and what they add; None where there are none."""
-    return {**asdict(peft), "target_modules": sorted(peft.target_modules)} if peft.enabled else None
+    if not peft.enabled:
+        return None
+    lists = {key: sorted(getattr(peft, key)) for key in ("target_modules", "exclude_modules")}
+    return {**asdict(peft), **lists}
 
 
-def form_problems(cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, *, has_experts: bool) -> list[Problem]:
+_TAIL = 2**16  # bytes of a file of weights that tell two models of one configuration apart
+
+
+@lru_cache(maxsize=4)
+def weights_identity(model: Path) -> str:
+    """Return a hash of the names, sizes, headers and last bytes of a directory's weights; a copy has the same."""
+    digest = hashlib.sha256()
+    for file in sorted(model.glob("*.safetensors")):
+        with file.open("rb") as opened:
+            size, start = file.stat().st_size, opened.read(8)
+            header = opened.read(min(int.from_bytes(start, "little"), size))
+            opened.seek(max(size - _TAIL, 0))
+            digest.update(dumps([file.name, size]) + header + opened.read())
+    return digest.hexdigest()
+
+
+def base_problems(saved: Mapping[str, Any], model: Path, path: Path) -> list[Problem]:
+    """Return a problem where adapters that `path` holds were trained beside other weights than those of `model`."""
+    before = saved.get("base")
+    if before is None or before == weights_identity(model):
+        return []
+    wrong = f"other weights than those beside which the adapters of {path} were trained"
+    fix = "give the start weights of that run (an export of it has the adapters in its weights already)"
+    return [Problem(where=str(model), wrong=wrong, fix=fix)]
+
+
+def form_problems(
+    cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, model: Path, *, has_experts: bool
+) -> list[Problem]:
     """Return why an optimizer has parts of other names or sizes than the one that was saved in `path`.
 
-    Older versions of this recipe have not written all the values; what they have not is not compared.
+    Older versions of this recipe have not written all the values; what they have not is not compared. `model` is the
+    directory of the start weights, which adapters need as they were.
     """
     keys = {_GROUPED: False, _FREEZES: False, _PEFT: None} | saved.get("optimizer_keys", {})
     if keys[_PEFT] != (now := adapters(cfg.megatron_cfg.peft)):
@@ -313,6 +349,8 @@ def form_problems(cfg: PolicyConfig, saved: Mapping[str, Any], path: Path, *, ha
         expected, fix = f"{_text(keys[_PEFT])}, as when {path} {was}", "resume with that value"
         fix += ", or start a new run from the export of that step"
         return [Problem(where=_PEFT, got=_text(now), expected=expected, fix=fix)]
+    if problems := base_problems(saved, model, path):
+        return problems
     if saved["form"] is None:
         return []
     problems = []

@@ -44,10 +44,11 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.utils import get_model_config, unwrap_model
 from torch.distributed.checkpoint import filesystem
 
-from recipes.config.fits import FORM_FILE, IN_PARTS, PER_PARAMETER, form_problems, optimizer_keys
+from recipes.config.fits import FORM_FILE, IN_PARTS, PER_PARAMETER, form_problems, optimizer_keys, weights_identity
 from recipes.errors import CheckpointError, Problem
 from recipes.exact_json import dumps
 from recipes.files import FileSum, SummedFile
+from recipes.policy.hf import model_directory
 from recipes.policy.host_copies import HostCopies
 from recipes.policy.offloading.hybrid import OffloadedAdam
 from recipes.policy.optimizer import optimizer_parts
@@ -140,6 +141,7 @@ def snapshot(trainer: Trainer, path: Path, copies: HostCopies, *, with_optimizer
         "layout": layout(),
         "optimizer_keys": keys,
         "trains_heads": megatron.mtp_num_layers > 0,
+        "base": weights_identity(model_directory(trainer.cfg.model_name)) if megatron.peft.enabled else None,
     }
     state["saved"] = {**saved, "rng": _all_rng_states()}
     strategy = FullyParallelSaveStrategyWrapper(_InProcessSave(*_FORMAT, thread_count=1), _replicas())
@@ -162,7 +164,8 @@ def load(trainer: Trainer, path: Path) -> None:
         )
     saved = dist_checkpointing.load_common_state_dict(str(path))["saved"]
     form: str | None = saved["form"]
-    if problems := form_problems(trainer.cfg, saved, path, has_experts=_has_experts(trainer)):
+    model = model_directory(trainer.cfg.model_name)
+    if problems := form_problems(trainer.cfg, saved, path, model, has_experts=_has_experts(trainer)):
         raise CheckpointError(problems)
     if form is None:
         logger.warning("%s holds no optimizer: it starts anew, so training does not go on exactly", path)
@@ -308,7 +311,7 @@ def _load_optimizer(optimizer: Any, state: dict[str, dict[str, Any]]) -> None:
         own = [{key: group[key] for key in group if key not in ("params", "step")} for group in part.param_groups]
         if isinstance(part, DistributedOptimizer):
             part._set_main_param_and_optimizer_states = partial(_set_tensors, part)
-        part.load_state_dict(merge(state[name]["rest"], state[name]["divided"]))
+        part.load_state_dict(merge(state[name]["rest"], state[name].get("divided", {})))
         if isinstance(part.optimizer, OffloadedAdam):
             part.optimizer.drop_loaded_copies()
         for group, values in zip(part.param_groups, own, strict=True):

@@ -27,8 +27,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from recipes.config.fits import FORM_FILE, base_problems
 from recipes.errors import CheckpointError, Problem
-from recipes.files import sync_tree
+from recipes.files import read_object, sync_tree
 from recipes.policy import hf, parallel
 from recipes.policy.checkpoint import HEADS, model_state
 from recipes.policy.families.mapping import TensorShape, WeightMapping, join, load
@@ -68,7 +69,8 @@ class _Saved:
     @property
     def is_frozen(self) -> bool:
         """Whether it is a weight that lies beside adapters, which a checkpoint leaves out."""
-        return isinstance(self.mapping.param, torch.nn.Parameter) and not self.mapping.param.requires_grad
+        param = self.mapping.param
+        return isinstance(param, torch.nn.Parameter) and not (param.requires_grad or self.key.startswith(HEADS))
 
     def full(self, config: TransformerConfig) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, tensor) of what it is made of; its memory has been filled."""
@@ -92,6 +94,8 @@ def export_checkpoint(path: Path, target: Path, cfg: PolicyConfig) -> None:
     Raises `CheckpointError` when the checkpoint is not of the model of `policy.model_name`.
     """
     directory = hf.model_directory(cfg.model_name)
+    if problems := base_problems(read_object(path / FORM_FILE), directory, path):
+        raise CheckpointError(problems)
     hf_config, family = hf.read_config(directory)
     side_files = hf.side_files(cfg)
     cfg = replace(cfg, megatron_cfg=replace(cfg.megatron_cfg, **_ALONE))

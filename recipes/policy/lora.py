@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,6 +40,9 @@ if TYPE_CHECKING:
     from recipes.config.tree import PeftConfig
 
 
+_PLACE = re.compile(r"(?<=\.experts\.)local_experts\.\d+\.")  # which of its layer's experts one is
+
+
 class Adapter(nn.Module):
     """What is added to one linear layer of this rank."""
 
@@ -56,7 +60,7 @@ class Adapter(nn.Module):
             param.partition_stride = 1  # type: ignore[attr-defined]
 
     def added(self, layer: Any, x: Tensor) -> Tensor:
-        """Return what the layer's output [tokens, 1, outputs] gets for its input `x` [tokens, 1, inputs]."""
+        """Return what the layer's output [..., outputs] gets for its input `x` [..., inputs]."""
         divide = self._by_inputs if self.divides_inputs else self._by_outputs
         return divide(layer, x) * self.scale
 
@@ -106,7 +110,7 @@ class Adapter(nn.Module):
         self.lora_B.zero_()
 
     def mappings(self) -> list[WeightMapping]:
-        """Return A and B as full tensors under the names that the package peft gives them; A is that of every part."""
+        """Return A and B as full tensors by the names of the package peft; fused weights share one A."""
         of_A = Sharding.COLUMNS if self.divides_inputs else Sharding.REPLICATED
         of_B = Sharding.REPLICATED if self.divides_inputs else self.base.sharding
         names_A, names_B = ([peft_name(name, part) for name in self.base.names] for part in ("lora_A", "lora_B"))
@@ -182,7 +186,8 @@ def add_adapters(model: Any, mappings: Sequence[WeightMapping], cfg: PeftConfig)
         if not isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             continue
         mapping = by_weight.get(id(layer.weight))
-        if mapping is None or not is_adapted(name.removeprefix("decoder.layers.").partition(".")[2], cfg):
+        within = _PLACE.sub("", name.removeprefix("decoder.layers.").partition(".")[2])
+        if mapping is None or not is_adapted(within, cfg):
             continue
         adapters.append(Adapter(layer, mapping, cfg))
         layer.register_forward_hook(_add(adapters[-1]))

@@ -101,9 +101,9 @@ def saved_bytes(trainer: Trainer, *, with_optimizer: bool) -> int:
     experts = parallel_state.get_expert_data_parallel_world_size()
     models = [trainer.model] if trainer.heads is None else [trainer.model, trainer.heads]
     total = 0
-    has_adapters = trainer.cfg.megatron_cfg.peft.enabled  # then nothing else of the model is saved
-    params = {param for model in models for param in model.parameters() if param.requires_grad or not has_adapters}
-    for param in params:
+    has_adapters = trainer.cfg.megatron_cfg.peft.enabled  # then the weights beside them are not saved
+    left_out = {one for one in trainer.model.parameters() if has_adapters and not one.requires_grad}
+    for param in {param for model in models for param in model.parameters()} - left_out:
         own = 12 if with_optimizer and param.requires_grad else 0
         total += (
             param.numel() * (param.element_size() + own) // (dense if getattr(param, "allreduce", True) else experts)

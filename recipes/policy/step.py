@@ -41,7 +41,7 @@ from recipes.policy.layers.context import share_over_context
 from recipes.policy.layers.router import biases_now, routed_layers, take_changed_routes, take_expert_loads
 from recipes.policy.layers.token_heads import TokenHeads
 from recipes.policy.layout import check_model_fits
-from recipes.policy.lora import begin_adapters, with_adapters
+from recipes.policy.lora import adapters_of, begin_adapters, with_adapters
 from recipes.policy.microbatch import Microbatch, pack_microbatch
 from recipes.policy.model import build_heads, build_model, forward, transformer_config
 from recipes.policy.offloading.state import state_on_host, with_state_on_host
@@ -56,9 +56,11 @@ class ReferenceWeights:
     """This rank's part of the start weights."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Copy the trained parameters and the buffers that `model` has now."""
+        """Copy the parameters and buffers that `model` has now."""
         # A parameter that two modules share is there once. What is frozen beside adapters is the same at any time.
-        self._tensors = [*(param for param in model.parameters() if param.requires_grad), *model.buffers()]
+        has_adapters = bool(adapters_of(model))
+        params = (param for param in model.parameters() if param.requires_grad or not has_adapters)
+        self._tensors = [*params, *model.buffers()]
         self._start = _copies_on_host(self._tensors)
 
     @contextmanager
@@ -168,7 +170,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
             own += of_heads
         else:
             heads = None  # config.json has them, the checkpoint has lost them
-    weights = FullWeights(own, config)
+    weights = FullWeights(own, config, device())
     reader.check_all_used(weights.names() | family.unread_weights(hf_config))
     mapping.load(own, config, reader)
     added = begin_adapters(unwrap_model(wrapped))
@@ -184,7 +186,7 @@ def build_trainer(cfg: PolicyConfig, loss: LossFunction, *, reference: Reference
         loss=loss,
         model=wrapped,
         weights=weights,
-        adapters=FullWeights(added, config) if cfg.megatron_cfg.peft.enabled else None,
+        adapters=FullWeights(added, config, device()) if cfg.megatron_cfg.peft.enabled else None,
         heads=heads,
         head_training=head_training,
         optimizer=optimizer,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,15 @@ from policy_case import (
     showing_gradients,
 )
 from random_batch import random_batch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemReader
 
 from recipes.cluster.token_store import RayTokenStore
+from recipes.config.fits import PER_PARAMETER, form_problems, optimizer_keys, weights_identity
 from recipes.errors import CheckpointError
 from recipes.policy.export import export_checkpoint
+from tools import export_hf
 from tools.sizing.architecture import read_architecture
 from tools.sizing.memory import _adapter_parameters
 
@@ -132,6 +135,36 @@ def test_two_ranks_learn_what_one_does(
         assert (found[key] - weights[key]).abs().max() < 2e-3 * size, key
 
 
+def test_a_pipeline_stage_without_adapters_is_saved_loaded_and_exported(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Attention is on the first stage alone."""
+    of_attention = {"megatron_cfg__peft__target_modules": "[linear_qkv,linear_proj]"}
+    _, weights = _train(models["hybrid"], tmp_path, num_ranks=2, **_STAGES, **of_attention, **_ANY_LAYOUT)
+    start = load_file(models["hybrid"] / "model.safetensors")
+    moved = {
+        name.split(".")[2] for name in start if name.endswith("proj.weight") and not start[name].equal(weights[name])
+    }
+    assert moved == {"1"}
+
+
+def test_the_doctor_finds_nothing_to_refuse_in_what_was_saved(models: dict[str, Path]) -> None:
+    policy = load_case(models["hybrid"], **_EXPERTS_TOO).policy
+    saved = {"form": PER_PARAMETER, "layout": {}, "optimizer_keys": optimizer_keys(policy, has_experts=True)}
+    saved |= {"base": weights_identity(models["hybrid"])}
+    found = json.loads(json.dumps(saved))
+    assert form_problems(policy, found, Path("step"), models["hybrid"], has_experts=True) == []
+    (problem,) = form_problems(policy, found, Path("step"), models["dense"], has_experts=True)
+    assert "other weights" in str(problem)
+
+
+def test_an_export_by_command_has_the_adapters_of_the_run(models: dict[str, Path], tmp_path: Path) -> None:
+    config = load_case(models["dense"], **_EXPERTS_TOO)
+    (tmp_path / "resolved.json").write_text(json.dumps({"config": {"policy": asdict(config.policy)}}), encoding="utf-8")
+    policy = export_hf._policy(tmp_path / "checkpoints" / "step_000001", models["dense"], models["dense"])
+    assert policy.megatron_cfg.peft == config.policy.megatron_cfg.peft
+
+
 def test_a_checkpoint_has_the_adapters_alone_and_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
     first, second = (random_batch(8, RayTokenStore(), seed=seed) for seed in (1, 2))
     model = models["hybrid"]
@@ -171,6 +204,12 @@ def test_a_checkpoint_has_the_adapters_alone_and_goes_on(models: dict[str, Path]
     alone = load_file(tmp_path / "alone/model.safetensors")
     assert alone.keys() == saved.keys() and all(torch.equal(alone[name], saved[name]) for name in saved)
     assert all(torch.equal(_adapters(tmp_path / "alone")[name], one) for name, one in adapters.items())
+
+    other = save_hybrid(tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    save_file({name: tensor + 1 for name, tensor in weights.items()}, other / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"other weights than those beside which the adapters of .* were trained"):
+        export_checkpoint(tmp_path / "checkpoint", tmp_path / "wrong", load_case(other, **_LORA).policy)
 
     with (
         running(load_case(model)) as policy,

@@ -235,7 +235,8 @@ def model_findings(launch: Launch, path: Path) -> Iterator[Finding]:
         before = str((read_run_lock(launch.run_dir).get("model") or {}).get("path") or "")
     except LaunchError:  # the start names a damaged file
         return
-    if before and not problems and before not in (str(model), str(model.resolve())):
+    has_adapters = launch.config is not None and launch.config.policy.megatron_cfg.peft.enabled  # `form_findings`
+    if before and not problems and not has_adapters and before not in (str(model), str(model.resolve())):
         wrong = f"the run began with {before}: it goes on from {path.name}, and reads no weights here"
         yield found("PTH012", where=str(model), wrong=wrong, fix="give another EXP_NAME to train these weights")
 
@@ -253,7 +254,7 @@ def form_findings(launch: Launch, path: Path) -> Iterator[Finding]:
         return
     if launch.config is None or model is None or not (model / "config.json").is_file():
         return
-    problems = form_problems(launch.config.policy, read_object(file), path, has_experts=has_experts(model))
+    problems = form_problems(launch.config.policy, read_object(file), path, model, has_experts=has_experts(model))
     yield from as_findings("CFG006", problems)
 
 

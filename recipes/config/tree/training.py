@@ -189,9 +189,9 @@ class PeftConfig:
     """LoRA: low-rank adapters are trained beside linear layers, and the model itself stays as it is."""
 
     enabled: bool
-    """train adapters instead of the weights; checkpoints then hold the adapters alone"""
+    """train adapters in place of weights; checkpoints then hold them, router biases and multi-token heads alone"""
     target_modules: tuple[Literal["linear_qkv", "linear_proj", "in_proj", "out_proj", "linear_fc1", "linear_fc2"], ...]
-    """linear layers with adapters, by Megatron's names: of attention, of Mamba (peft reads no out_proj), of MLPs"""
+    """linear layers with adapters, by Megatron's names; the package peft reads no out_proj of a hybrid model"""
     exclude_modules: tuple[Text, ...]
     """patterns of names within a layer that get none, e.g. mlp.experts.*: routed experts"""
     dim: Annotated[int, Ge(1), Unit("rank")]

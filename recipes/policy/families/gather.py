@@ -61,8 +61,9 @@ def takes_part() -> bool:
 class FullWeights:
     """The model's full tensors, in an order that is the same on all ranks."""
 
-    def __init__(self, mappings: Sequence[WeightMapping], config: TransformerConfig) -> None:
-        """Exchange what each rank has; collective over all ranks."""
+    def __init__(self, mappings: Sequence[WeightMapping], config: TransformerConfig, where: torch.device) -> None:
+        """Exchange what each rank has, some perhaps nothing; collective over all ranks. `where` its tensors lie."""
+        self._where = where
         self._mappings = mappings
         self._config = config
         self._parts = _all_parts(mappings)
@@ -115,7 +116,7 @@ class FullWeights:
         if stages.rank() == part.stage and experts.rank() == owner:
             stack = torch.stack([self._mappings[one.index].value() for one in run])
         else:
-            stack = torch.empty((len(run), *part.shape), dtype=part.dtype, device=self._mappings[0].param.device)
+            stack = torch.empty((len(run), *part.shape), dtype=part.dtype, device=self._where)
         if stages.size() > 1 and experts.rank() == owner:
             dist.broadcast(stack, dist.get_global_rank(stages, part.stage), group=stages)
         if experts.size() > 1:
@@ -130,7 +131,7 @@ class FullWeights:
         if stages.rank() == part.stage:
             shard = self._mappings[part.index].value().contiguous()
         else:
-            shard = torch.empty(part.shape, dtype=part.dtype, device=self._mappings[0].param.device)
+            shard = torch.empty(part.shape, dtype=part.dtype, device=self._where)
         dist.broadcast(shard, dist.get_global_rank(stages, part.stage), group=stages)
         return shard
 
