@@ -268,6 +268,7 @@ SAID_BY: dict[str, Any] = {
     "grpo/setup.py on_same_data": "a checkpoint of other data",
     "policy/checkpoint.py load": "an optimizer of another form",  # without metadata.json PTH009, by its checksum
     "policy/checkpoint.py _require_whole_weights": "nothing: such a checkpoint is older than the file of its form",
+    "policy/export.py export_checkpoint": "read by `make export-hf` alone",
     "policy/export.py _check_shapes": "read by `make export-hf` alone",
     "policy/heads.py train_heads": "heads that the model lacks",
     "policy/hf.py chosen_template": "MDL007: test_model.py",
