@@ -75,13 +75,14 @@ def test_the_student_comes_near_the_teacher_of_each_environment(tmp_path: Path) 
     assert not any("train/num_groups_zero_variance" in record for record in records)  # rewards are not compared
 
 
+@pytest.mark.slow
 def test_a_student_reaches_each_of_three_teachers(tmp_path: Path) -> None:
-    """In 50 of the 80 steps of `make mopd`, which has ended within 0.02 of each at temperature 0.7, in one run."""
+    """Measured on 400 answers of each environment: within 0.02 of each; here 200 are asked for."""
     data, models = tmp_path / "data", tmp_path / "models"
     assert main(["--data", str(data), "--models", str(models), "--blend", "teachers"]) == 0
     for name in ("train", "val"):
         (data / "tiny-taught" / f"{name}-split.jsonl").rename(tmp_path / f"{name}.jsonl")
-    settings: dict[str, object] = {"grpo.max_num_steps": 50, "grpo.val_num_generations_per_prompt": 8}
+    settings: dict[str, object] = {"grpo.val_num_generations_per_prompt": 8}
     for name in TAUGHT:
         server = f"env.nemo_gym.teacher_{name}.responses_api_models.local_vllm_model"
         settings[f"{server}.model"] = models / f"tiny-teacher-{name}"
@@ -100,4 +101,4 @@ def test_a_student_reaches_each_of_three_teachers(tmp_path: Path) -> None:
         assert mean(rewards[f"{task.agent} sampled"]) > 0.95, name  # a specialist, which the student is not
         before, after = (record[f"validation/{task.agent}/accuracy"] for record in (first, last))
         assert before < 0.8, (name, before)
-        assert after > mean(rewards[f"{task.agent} greedy"]) - 0.08, (name, after)  # measured: 1.000, 0.949, 0.998
+        assert after > mean(rewards[f"{task.agent} greedy"]) - 0.05, (name, after)  # measured: 1.000, 0.973, 1.000

@@ -109,8 +109,8 @@ def test_a_first_step_is_that_of_the_weights_seen_through_a(models: dict[str, Pa
     ("name", "layout"),
     [
         ("dense", _SEQUENCE | _RECOMPUTED),
-        ("dense", _STAGES),
-        ("experts", _EXPERTS_TOO | _SEQUENCE),
+        pytest.param("dense", _STAGES, marks=pytest.mark.slow),
+        pytest.param("experts", _EXPERTS_TOO | _SEQUENCE, marks=pytest.mark.slow),
         ("hybrid", _EXPERTS_TOO | _SEQUENCE | _EXPERT),
         ("hybrid", _EXPERTS_TOO | _STAGES | _RECOMPUTED),
     ],

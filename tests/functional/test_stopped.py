@@ -19,21 +19,29 @@ DEADLINES = {"generation": 20, "rollout": 25, "refit": 30, "train": 30, "checkpo
 HEALTH = {"period_ms": 1000, "timeout_ms": 3000, "failure_threshold": 3}
 
 
-def test_a_run_whose_processes_stand_still_says_who_and_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("victim", "said"),
+    [
+        pytest.param(
+            "ray::RolloutWorker",
+            r"without a new one .*; rollout worker 0: has not answered for [0-9]+ s",
+            marks=pytest.mark.slow,
+        ),
+        ("raylet", r"no answer of the raylet of this node .*; raylet \(pid [0-9]+\) is stopped \(SIGSTOP\)"),
+    ],
+    ids=["worker", "raylet"],
+)
+def test_a_run_whose_process_stands_still_says_which_and_is_resumed(tmp_path: Path, victim: str, said: str) -> None:
     overrides = {f"deadlines.{name}": patiently(seconds) for name, seconds in DEADLINES.items()}
     health = {f"RAY_health_check_{name}": str(number) for name, number in HEALTH.items()}
     case = make_case(tmp_path, 40, overrides | {"checkpointing.save_period": 5})
     case = RunCase(directory=case.directory, num_steps=case.num_steps, environment={**case.environment, **health})
-    for victim, said in (
-        ("ray::RolloutWorker", r"without a new one .*; rollout worker 0: has not answered for [0-9]+ s"),
-        ("raylet", r"no answer of the raylet of this node .*; raylet \(pid [0-9]+\) is stopped \(SIGSTOP\)"),
-    ):
-        with case.started() as run:
-            stopped = stop_one(run, case, victim)
-            assert run.wait(timeout=patiently(240)) != 0
-        assert re.search(said, case.text()), case.text()[-4000:]
-        assert not psutil.pid_exists(stopped), "what stands still holds memory and files of the run"
-        exact_step(case.run_dir)
+    with case.started() as run:
+        stopped = stop_one(run, case, victim)
+        assert run.wait(timeout=patiently(240)) != 0
+    assert re.search(said, case.text()), case.text()[-4000:]
+    assert not psutil.pid_exists(stopped), "what stands still holds memory and files of the run"
+    exact_step(case.run_dir)
     with case.started() as run:
         assert run.wait(timeout=patiently(300)) == 0, case.text()[-6000:]
     assert "resumed from" in case.text()
