@@ -92,6 +92,28 @@ def test_the_export_has_the_weights_that_were_saved(
     assert any(not torch.equal(tensor, on_disk[key]) for key, tensor in exported.items())  # it was trained
 
 
+def test_the_command_says_what_it_does_and_nothing_else(
+    models: dict[str, Path], job: Path, saved: dict[str, LayoutOutcome], tmp_path: Path
+) -> None:
+    assert saved
+    step, out = _step_of_a_run(tmp_path / "run", job / "dense.checkpoint", models["dense"]), tmp_path / "out"
+    words = ["-m", "tools.export_hf", "--checkpoint", str(step), "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=Path(__file__).resolve().parents[2],
+        capture_output=True,
+        text=True,
+        timeout=patiently(100),
+        check=True,
+    )
+    assert done.stdout.splitlines() == [
+        f"{step}: comparing the files of policy/ with their checksums",
+        f"{out}: exported from {step}",
+    ]
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("writing file 1 of 1: model.safetensors, "), line
+
+
 def test_a_checkpoint_of_another_model_or_with_damage_is_refused(
     models: dict[str, Path],
     job: Path,

@@ -31,6 +31,7 @@ from tools.job.barrier import NODES_FILE, Nodes, Timeline, note_unusable, wait_f
 
 MOST_ENGINES, _FEW = 20, 3
 _SIMPLEST_JOB = 3  # nodes: with fewer there is none that a fault can hit beside the head and another
+_GIVEN_UP = "given up"
 _FAULTS = "REHEARSED_FAULTS"  # variable of an engine: the directory with how many of its starts fail
 _SHORT, _LONG, _GRACE = 4.0, 120.0, 2.0  # seconds: where the wait must end at its deadline, where before, grace time
 
@@ -76,19 +77,17 @@ def engine_starts(num_engines: int, max_starts: int, min_share_up: float) -> lis
     """Start engines of which one fails once and one always; then some that all fail."""
     needed = max(1, math.ceil(round(min_share_up * num_engines, 6)))
     begins = f"begins with {num_engines - 1} of {num_engines}"
-    too_few = f"given up with {num_engines - 1} of {num_engines}"
     what = "an engine fails its first start, and another one all of them"
     one_fails = _engines_started(
         what,
-        begins if num_engines > needed else too_few,
+        begins if num_engines > needed else _GIVEN_UP,
         {0: 1, 1: max_starts},
         num_engines=num_engines,
         limits=(max_starts, min_share_up),
     )
     faults = dict.fromkeys(range(_FEW), max_starts)
-    what, expected = "all engines fail in all their starts", f"given up with 0 of {_FEW}"
-    limits = max_starts, min_share_up
-    return [one_fails, _engines_started(what, expected, faults, num_engines=_FEW, limits=limits)]
+    what, limits = "all engines fail in all their starts", (max_starts, min_share_up)
+    return [one_fails, _engines_started(what, _GIVEN_UP, faults, num_engines=_FEW, limits=limits)]
 
 
 def _engines_started(
@@ -109,10 +108,9 @@ def _engines_started(
         generation, _ = scale.begin_engines(config, num_engines, kind=_FailingEngine, env={_FAULTS: directory})
         try:
             generation.starts.wait(_LONG)
-            got = "begins"
-        except RunError:
-            got = "given up"
-        got += f" with {num_engines - len(generation.starts.missing())} of {num_engines}"
+            got = f"begins with {num_engines - len(generation.starts.missing())} of {num_engines}"
+        except RunError:  # at once when too many have failed for good: others may be on their way
+            got = _GIVEN_UP
         generation.shutdown()
     return BringUp(what=what, expected=expected, got=got, seconds=time.monotonic() - began)
 
