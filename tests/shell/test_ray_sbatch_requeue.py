@@ -191,6 +191,20 @@ def test_the_next_start_runs_without_the_node_that_the_failure_names(job, messag
     assert (f"the next start runs without {left_out}" in output) == bool(left_out)
 
 
+@pytest.mark.parametrize("address", ["10.0.0.2", "fd00::2"])
+def test_a_node_is_known_by_any_of_its_addresses(job, address):
+    (job.directory / "saves").touch()
+    getent = job.directory / "bin" / "getent"
+    getent.write_text(
+        '#!/bin/sh\nfor start in fd00:: 10.0.0.; do echo "$start${2##*.} STREAM"; done\n', encoding="utf-8"
+    )
+    getent.chmod(0o755)
+    srun = job.directory / "bin" / "srun"
+    srun.write_text(SRUN.replace("begin: what was wrong", f"PolicyError: rank 3 ({address}) died"), encoding="utf-8")
+    assert job.run(driver=1)[1]
+    assert job.updates() == ["update JobId=7 ExcNodeList=127.0.0.2"]
+
+
 def test_a_step_that_failed_names_its_node_and_earlier_ones_stay_left_out(job):
     (job.directory / "saves").touch()
     (job.directory / "excluded").write_text("n[8-9]", encoding="utf-8")

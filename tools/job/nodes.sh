@@ -57,8 +57,8 @@ first_errors() {
 # Print the nodes that a failure names: of a step, those on which srun says that it failed; of the driver, those in its
 # last message, by name ("node n2") or by address. Nothing when the failure names none of them, or all.
 named_nodes() {
-  local node address said=''
-  local -a named=()
+  local node word said='' is_named
+  local -a named=() words=()
   # shellcheck disable=SC2154 # ended_role and log_dir are the job file's
   if [[ ${ended_role} == driver ]]; then
     said="$(tail -n 3 "${log_dir}/driver.log" 2>/dev/null)" || true
@@ -66,9 +66,13 @@ named_nodes() {
     said="$(first_errors "${ended_role}")"
   fi
   for node in "$@"; do
-    address="$(getent ahosts "${node}" | awk 'NR == 1 { print $1 }')" || true
     if [[ ${ended_role} == driver ]]; then
-      [[ ${said} =~ (^|[^[:alnum:]_.-])("node ${node}"|"${address:-node ${node}}")($|[^[:alnum:]_-]) ]] || continue
+      mapfile -t words < <(getent ahosts "${node}" | awk '{ print $1 }' | sort -u)
+      is_named=''
+      for word in "node ${node}" "${words[@]}"; do
+        [[ ! ${said} =~ (^|[^[:alnum:]_.-])"${word}"($|[^[:alnum:]_-]) ]] || is_named=1
+      done
+      [[ ${is_named} ]] || continue
     else
       [[ $'\n'${said} == *$'\n'"srun: error: ${node}: "* ]] || continue
     fi
