@@ -20,12 +20,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recipes.config.load import BASE, load_config
+from recipes.config.tree import PeftConfig, build
 from recipes.errors import CheckpointError, InputError, Problem
 from recipes.files import sync_directory
 from tools.command_line import exit_status
 
 if TYPE_CHECKING:
-    from recipes.config.tree import PeftConfig, PolicyConfig
+    from recipes.config.tree import PolicyConfig
 
 _RESOLVED = "resolved.json"
 
@@ -85,32 +86,22 @@ def _policy(checkpoint: Path, model: Path | None, tokenizer: Path | None) -> Pol
     template = recorded["tokenizer"].get("chat_template")
     base = load_config(BASE).repaired
     assert base is not None, "the base configuration loads"
+    found = (recorded.get("megatron_cfg") or {}).get("peft")  # a run of an older version had no adapters
+    peft = base.policy.megatron_cfg.peft if found is None else build(PeftConfig, found)
     model_name, tokenizer_name = str(model or name), str(tokenizer or model or words)
     for option, value in (("--model", model_name), ("--tokenizer", tokenizer_name)):
         if not (Path(value) / "config.json").is_file() and Path(value).is_absolute():
             wrong = "it has no config.json; the run was started from it"
-            fix = f"give {option}, a directory with the same configuration, for example the export of another step"
+            copy = "a copy of it" if peft.enabled else "for example the export of another step"
+            fix = f"give {option}, a directory with the same configuration, {copy}"
             raise InputError(Problem(where=value, wrong=wrong, fix=fix))
     return replace(
         base.policy,
         model_name=model_name,
         precision=precision,
-        megatron_cfg=replace(base.policy.megatron_cfg, peft=_peft(recorded)),
+        megatron_cfg=replace(base.policy.megatron_cfg, peft=peft),
         tokenizer=replace(base.policy.tokenizer, name=tokenizer_name, chat_template=template),
     )
-
-
-def _peft(recorded: Mapping[str, Any]) -> PeftConfig:
-    """Return which adapters the run has trained; a run of an older version had none."""
-    from recipes.config.tree import PeftConfig
-
-    found = (recorded.get("megatron_cfg") or {}).get("peft")
-    base = load_config(BASE).repaired
-    assert base is not None, "the base configuration loads"
-    if found is None:
-        return base.policy.megatron_cfg.peft
-    lists = {key: tuple(found[key]) for key in ("target_modules", "exclude_modules")}
-    return PeftConfig(**{**found, **lists})
 
 
 def _recorded(path: Path) -> Mapping[str, Any]:

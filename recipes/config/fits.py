@@ -344,11 +344,14 @@ def form_problems(
     directory of the start weights, which adapters need as they were.
     """
     keys = {_GROUPED: False, _FREEZES: False, _PEFT: None} | saved.get("optimizer_keys", {})
-    if keys[_PEFT] != (now := adapters(cfg.megatron_cfg.peft)):
-        was = "was saved: it holds " + ("weights" if keys[_PEFT] is None else "adapters")
-        expected, fix = f"{_text(keys[_PEFT])}, as when {path} {was}", "resume with that value"
-        fix += ", or start a new run from the export of that step"
-        return [Problem(where=_PEFT, got=_text(now), expected=expected, fix=fix)]
+    was, is_now = keys[_PEFT] or {"enabled": False}, adapters(cfg.megatron_cfg.peft) or {"enabled": False}
+    if differing := [key for key in is_now if key in was and was[key] != is_now[key]]:
+        fix = "resume with that value, or start a new run from the export of that step"
+        when = f"as when {path} was saved: it holds {'adapters' if was['enabled'] else 'weights'}"
+        return [
+            Problem(where=f"{_PEFT}.{key}", got=_text(is_now[key]), expected=f"{_text(was[key])}, {when}", fix=fix)
+            for key in differing
+        ]
     if problems := base_problems(saved, model, path):
         return problems
     if saved["form"] is None:

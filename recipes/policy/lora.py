@@ -23,7 +23,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
-from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -51,35 +55,32 @@ class Adapter(nn.Module):
         weight, self.base, self.scale = base.param, base, cfg.alpha / cfg.dim
         self.divides_inputs = base.sharding is Sharding.COLUMNS
         self.lora_A = nn.Parameter(weight.new_empty(cfg.dim, weight.shape[1]))
-        self.lora_B = nn.Parameter(weight.new_zeros(weight.shape[0], cfg.dim))
-        for param, is_divided in ((self.lora_A, self.divides_inputs), (self.lora_B, not self.divides_inputs)):
+        self.lora_B = nn.Parameter(weight.new_empty(weight.shape[0], cfg.dim))
+        parts = ((self.lora_A, self.divides_inputs, 1), (self.lora_B, not self.divides_inputs, 0))
+        for param, is_divided, axis in parts:
             param.allreduce = not layer.is_expert  # type: ignore[attr-defined]  # of experts: over their own replicas
             # What is not divided counts in the gradient's norm on the first tensor rank alone; experts differ by rank.
-            param.tensor_model_parallel = is_divided or layer.is_expert  # type: ignore[attr-defined]
-            param.partition_dim = int(param is self.lora_A)  # type: ignore[attr-defined]
-            param.partition_stride = 1  # type: ignore[attr-defined]
+            set_tensor_model_parallel_attributes(param, is_divided or layer.is_expert, axis, 1)
 
     def added(self, layer: Any, x: Tensor) -> Tensor:
         """Return what the layer's output [..., outputs] gets for its input `x` [..., inputs]."""
-        divide = self._by_inputs if self.divides_inputs else self._by_outputs
-        return divide(layer, x) * self.scale
+        low, lora_B = (self._by_inputs if self.divides_inputs else self._by_outputs)(layer, x)
+        return functional.linear(low * self.scale, lora_B)
 
-    def _by_outputs(self, layer: Any, x: Tensor) -> Tensor:
-        """Multiply where the ranks share the outputs: the gradient of A x is a sum over them."""
-        group = layer.tp_group
+    def _by_outputs(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A x and B where the ranks share the outputs: the gradient of A x is a sum over them."""
+        group, lora_A = layer.tp_group, self.lora_A
         if group.size() == 1:
-            return functional.linear(functional.linear(x, self.lora_A), self.lora_B)
-        if layer.explicit_expert_comm:  # tokens were brought here by another layer, which also adds their gradients up
-            low = functional.linear(x, copy_to_tensor_model_parallel_region(self.lora_A, group=group))
-        elif layer.sequence_parallel:
-            low = functional.linear(x, copy_to_tensor_model_parallel_region(self.lora_A, group=group))
+            return functional.linear(x, lora_A), self.lora_B
+        if not (layer.explicit_expert_comm or layer.sequence_parallel):
+            return copy_to_tensor_model_parallel_region(functional.linear(x, lora_A), group=group), self.lora_B
+        low = functional.linear(x, copy_to_tensor_model_parallel_region(lora_A, group=group))
+        if not layer.explicit_expert_comm:  # else another layer has brought the tokens, and adds their gradients up
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=group)
-        else:
-            low = copy_to_tensor_model_parallel_region(functional.linear(x, self.lora_A), group=group)
-        return functional.linear(low, self.lora_B)
+        return low, self.lora_B
 
-    def _by_inputs(self, layer: Any, x: Tensor) -> Tensor:
-        """Multiply where the ranks share the inputs: A x is a sum over them."""
+    def _by_inputs(self, layer: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return A x and B where the ranks share the inputs: A x is a sum over them."""
         group, low, lora_B = layer.tp_group, functional.linear(x, self.lora_A), self.lora_B
         if group.size() > 1 and layer.explicit_expert_comm:  # another layer adds the outputs up
             lora_B = copy_to_tensor_model_parallel_region(lora_B, group=group)
@@ -88,7 +89,7 @@ class Adapter(nn.Module):
             lora_B = copy_to_tensor_model_parallel_region(lora_B, group=group)
         elif group.size() > 1:
             low = reduce_from_tensor_model_parallel_region(low, group=group)
-        return functional.linear(low, lora_B)
+        return low, lora_B
 
     @torch.no_grad()
     def merged(self) -> Tensor:

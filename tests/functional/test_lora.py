@@ -154,6 +154,9 @@ def test_the_doctor_finds_nothing_to_refuse_in_what_was_saved(models: dict[str, 
     saved |= {"base": weights_identity(models["hybrid"])}
     found = json.loads(json.dumps(saved))
     assert form_problems(policy, found, Path("step"), models["hybrid"], has_experts=True) == []
+    ranked = load_case(models["hybrid"], **{**_EXPERTS_TOO, "megatron_cfg__peft__dim": 2}).policy
+    (problem,) = form_problems(ranked, found, Path("step"), models["hybrid"], has_experts=True)
+    assert str(problem).startswith("policy.megatron_cfg.peft.dim: got 2, expected 4, as when step was saved")
     (problem,) = form_problems(policy, found, Path("step"), models["dense"], has_experts=True)
     assert "other weights" in str(problem)
 
@@ -213,6 +216,6 @@ def test_a_checkpoint_has_the_adapters_alone_and_goes_on(models: dict[str, Path]
 
     with (
         running(load_case(model)) as policy,
-        pytest.raises(CheckpointError, match=r"megatron_cfg.peft: got null, expected .*it holds adapters"),
+        pytest.raises(CheckpointError, match=r"peft.enabled: got false, expected true, as when .*: it holds adapters"),
     ):
         policy.load(tmp_path / "checkpoint")

@@ -111,7 +111,8 @@ def describe(node: Mapping[str, Any]) -> str:
         "string": "a non-empty text" if "minLength" in node else "a text",
         "object": "a block of keys",
     }
-    items = "blocks" if node.get("items", {}).get("type") == "object" else "texts"
+    item = node.get("items", {})
+    items = ", ".join(item["enum"]) if "enum" in item else "blocks" if item.get("type") == "object" else "texts"
     words["array"] = f"a {'non-empty ' if node.get('minItems') else ''}list of {items}"
     text = " or ".join(words[name] for name in types if name != "null") + _range(node)
     return f"{text} or null" if "null" in types else text

@@ -251,6 +251,12 @@ FILES = {
         'x.yaml: env.nemo_gym.config_paths: got "served.yaml", expected a list of texts; '
         "meaning: YAML files of server instances, relative to configs/, merged in order under this block",
     ),
+    "unknown word in a list": (
+        "policy: {megatron_cfg: {peft: {target_modules: [linear_qkv, q_proj]}}}",
+        'x.yaml: policy.megatron_cfg.peft.target_modules: got "q_proj", expected a list of linear_qkv, linear_proj, '
+        "in_proj, out_proj, linear_fc1, linear_fc2; meaning: linear layers with adapters, by Megatron's names; the "
+        "package peft reads no out_proj of a hybrid model",
+    ),
     "quoted number": (
         'grpo: {val_period: "10"}',
         'x.yaml: grpo.val_period: got "10", expected an integer >= -1; '
