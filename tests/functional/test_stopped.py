@@ -49,8 +49,8 @@ def test_a_run_whose_process_stands_still_says_which_and_is_resumed(tmp_path: Pa
 
 
 def stop_one(run: subprocess.Popen[bytes], case: RunCase, victim: str) -> int:
-    """Stop a process after the first step of this start; return its id."""
-    case.wait_until(run, lambda: f"/{case.num_steps} | reward" in case.text(), "a step of this start")
+    """Stop a process after the first checkpoint, from which the run goes on; return its id."""
+    case.wait_until(run, lambda: "recipes.grpo.saving: saved" in case.text(), "a checkpoint")
     found = find(psutil.Process(run.pid), victim)
     found += [process for process in psutil.Process(run.pid).children(recursive=True) if process.name() == victim]
     found[0].send_signal(signal.SIGSTOP)
